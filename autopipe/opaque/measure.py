@@ -39,14 +39,14 @@ _NO_HOOKS = ("saved tensor hooks", "that doesn't have storage")
 class _Seen:
     """What one call has shown, in one run; `given` and `finds` as a `Region` has them.
 
-    `made` is what it returns; `left` has the tensors in attributes that others read after it;
-    `written` has the bytes of the buffers that it writes; `strided` the storages whose elements it
-    counts in memory.
+    `carrying`: of each tensor that it is given, whether a gradient may be taken by it. `made` is
+    what it returns; `left` has the tensors in attributes that others read after it; `written` has
+    the bytes of the buffers that it writes; `strided` the storages whose elements it counts.
     """
 
     given: str
     finds: str
-    tensors: int
+    carrying: tuple[bool, ...]
     made: Any = None
     left: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, None] = field(default_factory=dict)
@@ -135,7 +135,7 @@ def _region(site: Site, number: int, every: Sequence[_Seen], rows: int, why: str
         raise Wider(site, "its arguments or results differ from one call to the next")
     written = {name: size for seen in every for name, size in seen.written.items()}
     states = dict.fromkeys(n for seen in every for n in seen.states if n not in written)
-    places = {name: one.tensors + n for n, name in enumerate(states)}
+    places = {name: len(one.carrying) + n for n, name in enumerate(states)}
     keeps = set[str | int]().union(*(seen.keeps for seen in every))
     alike = [one, *others]
     copies = sum(size for name, size in written.items() if name in keeps)  # a call has its own
@@ -152,6 +152,7 @@ def _region(site: Site, number: int, every: Sequence[_Seen], rows: int, why: str
         all(seen.looked for seen in every),
         tuple(left),
         one.finds,
+        tuple(n for n, carries in enumerate(one.carrying) if carries),
     )
 
 
@@ -234,10 +235,11 @@ class _Watching:
         finds = self.sets.before(site)
         positions: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
         drawn, attributes = self._generators.places(), left_in(self._model, site)
+        carrying = tuple(tensor.requires_grad for tensor in given)
 
         def run(*, looking: bool) -> tuple[_Seen, Any]:
             states = dict.fromkeys(self._states[site])
-            seen = _Seen(told, finds, len(given), states=states, looked=looking)
+            seen = _Seen(told, finds, carrying, states=states, looked=looking)
             known = [*given, *(own[name] for name in self._states[site])]
             with (
                 self.sets.inside(),

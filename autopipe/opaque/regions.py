@@ -226,6 +226,8 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     """
     region, model = running.region, _copy(running)
     tensors = [tensor.view_as(tensor) for tensor in tensors]
+    for number in region.carrying:
+        tensors[number].requires_grad_()  # no graph says that forward has asked for it
     count = len(tensors) - len(region.states)
     homes = _homes(model)
     copies = [own.clone() for own in written]

@@ -66,6 +66,8 @@ class Region:
         finds: the plain values that forward has put into attributes of its modules before it, by
             their names in the model, as `opaque.trees.to_text` writes them: `part.mode = "tanh"`,
             `part.eval()`.
+        carrying: the positions, among the tensors it is given, of those that a gradient may be
+            taken by: of a batch's too, after `x.requires_grad_()`.
     """
 
     module: str
@@ -85,6 +87,7 @@ class Region:
     seen: bool = True
     left: tuple[str, ...] = ()
     finds: str = NOTHING
+    carrying: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

@@ -50,3 +50,29 @@ def test_a_part_is_as_large_as_the_gradient_is_long():
     for kind in (Adapted, AdaptedApart):
         assert unlike(built(kind)) == []
         assert unlike(built(kind), cuts=["relu/1"]) == []
+
+
+class ByItsInput(Net):
+    """Physics-informed: coordinates require a gradient from the first line on, and a method takes
+    one by them, or by a part of them."""
+
+    def forward(self, x):
+        x.requires_grad_(True)
+        weight = self.up(x).tanh()[:, :1]
+        return self.residual(x) * weight.sigmoid()
+
+    def residual(self, x):
+        time = x[:, 1:2]
+        made = self.down(self.middle(self.up(torch.cat([x[:, :1], time, x[:, 2:]], 1)).tanh()))
+        by_all = torch.autograd.grad(made.sum(), x, create_graph=True)[0]
+        by_time = torch.autograd.grad(made.sum(), time, create_graph=True)[0]
+        return made - by_all[:, :4] + by_time
+
+
+def test_what_a_part_is_given_requires_a_gradient_as_it_does_in_the_model():
+    """Bug: refused, "the graph of the model fails where the model does not", without a line: no
+    graph says `x.requires_grad_()`, so the part was given an x that required none."""
+    (region,) = trace_model(built(ByItsInput), inputs, square).regions
+    assert (region.method, region.carrying) == ("residual", (0,))
+    assert unlike(built(ByItsInput)) == []
+    assert unlike(built(ByItsInput), cuts=["tanh/0"]) == []
