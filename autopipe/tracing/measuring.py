@@ -116,7 +116,8 @@ class Measuring:
         raise CaptureError(
             f"the model keeps {', '.join(names)} from one call to the next, and then computes "
             "something else",
-            hint="keep it in a buffer that __init__ registers, and write that in place",
+            hint="keep it in a buffer that __init__ registers, and write that in place; what a "
+            "first call is to initialise, call the model once for in model()",
         )
 
     def _others_ahead(self, eager: Program) -> Iterator[tuple[Hashable, list[Any]] | str]:
