@@ -132,6 +132,7 @@ class RefusedCalls(TorchFunctionMode):
                 "which torch.export cannot capture with the model's own parameters",
                 hint="write the batched computation out: torch.einsum, matmul, broadcasting",
                 whole=True,
+                lines=True,
             )
         if func == _DATA:
             return _OWN.read(args[0])
@@ -258,6 +259,7 @@ def _inner_gradient(*args: Any, **kwargs: Any) -> None:
         hint="write the derivative out as ops of the forward, or put it into a "
         "torch.autograd.Function",
         whole=True,
+        lines=True,
     )
 
 

@@ -83,4 +83,5 @@ def _dual(level: Any) -> None:
         f"{user_lines.here()}: forward takes derivatives in forward mode, which are in no graph",
         hint="write the derivative out as ops of the forward",
         whole=True,
+        lines=True,
     )

@@ -265,4 +265,5 @@ def _refusal(kind: type, what: str) -> Uncaptured:
         hint="change its forward so, or register it as an op with torch.library.custom_op and "
         "register_autograd",
         whole=True,
+        lines=True,
     )

@@ -79,11 +79,7 @@ def with_regions(
             one.wider = f"{one.tried[-1]} cannot, for {wider}"
         except Uncaptured as error:
             frames = _deepest(error, [model, *twins()])
-            around = [
-                site
-                for site in (*_sites_of(error, frames), *_lines_of(error, frames))
-                if site not in sites
-            ]
+            around = [site for site in _around(error, frames) if site not in sites]
             if not around:
                 raise _refusal(error, "") from error
             if around[0] in why:  # within a wider one, and called from outside of it too
@@ -147,9 +143,19 @@ def _deepest(error: Uncaptured, models: Sequence[nn.Module]) -> list[_Frame]:
     return best
 
 
-def _sites_of(error: Uncaptured, frames: Sequence[_Frame]) -> list[Site]:
-    """The calls around the place of an error, the innermost first; the model's own is left out
-    unless the error says otherwise."""
+def _around(error: Uncaptured, frames: Sequence[_Frame]) -> list[Site]:
+    """What may run as it is for an error: calls, then lines, then the model's own forward.
+
+    Its own comes last, since nothing of the model is cut then, and is left out unless the error
+    says otherwise.
+    """
+    calls, own = _calls_around(error, frames), Site("", WHOLE)
+    within = [*(site for site in calls if site != own), *_lines_of(error, frames)]
+    return [*within, own] if error.whole and own in calls else within
+
+
+def _calls_around(error: Uncaptured, frames: Sequence[_Frame]) -> list[Site]:
+    """The calls around the place of an error, the innermost first."""
     found = [frame.site for frame in frames]
     if not found and error.module == LOSS:
         found.append(Site("", LOSS))
@@ -158,8 +164,7 @@ def _sites_of(error: Uncaptured, frames: Sequence[_Frame]) -> list[Site]:
         while path:
             found.insert(0, Site(path, WHOLE))
             path = path.rpartition(".")[0]
-    own = Site("", WHOLE)
-    return [site for site in dict.fromkeys(reversed(found)) if error.whole or site != own]
+    return list(dict.fromkeys(reversed(found)))
 
 
 def _lines_of(error: Uncaptured, frames: Sequence[_Frame]) -> list[Site]:

@@ -284,3 +284,40 @@ class DrawsTheSame(Net):
 
 def test_lines_with_an_effect_on_what_comes_after_them_are_refused():
     assert "forward sets the state of torch's random numbers" in str(refusal(built(DrawsTheSame)))
+
+
+class Clipped(torch.autograd.Function):
+    """As pytorch-tabnet's sparsemax does: it writes its input, which no op of a graph may do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x -= x.amax(-1, keepdim=True)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-0.1, 0.1)
+
+
+class AppliesIt(Net):
+    def forward(self, x):
+        hidden = self.middle(self.up(x).relu())
+        weights = Clipped.apply(hidden * 2)
+        return self.down(self.inside(hidden * weights))
+
+
+class MakesWeights(Net):
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        made = torch.vmap(torch.outer)(hidden, hidden)
+        return self.down((made @ hidden.unsqueeze(-1)).squeeze(-1))
+
+
+@pytest.mark.parametrize("kind", [AppliesIt, MakesWeights])
+def test_the_models_own_forward_is_the_last_that_runs_as_it_is(kind):
+    """Bug: all of it did, for one line of torch.func or of a custom Function, and no pipeline could
+    cut the model."""
+    model = built(kind)
+    (running,) = trace_model(model, inputs, square).graph.regions.values()
+    assert running.region.name == "forward_lines_3_to_3()"
+    assert unlike(model, cuts=["relu/0"]) == []
