@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from benchmarks.zoo.odd.common import Net, odd
+from benchmarks.zoo.odd.common import Net, odd, sequences
 
 
 class Halved(torch.autograd.Function):
@@ -324,3 +324,55 @@ class Jacobian(Net):
     def inside(self, hidden: Tensor) -> Tensor:
         value, tangent = torch.func.jvp(torch.sin, (hidden,), (torch.ones_like(hidden),))
         return value + tangent
+
+
+@odd()
+class ByItsInput(Net):
+    """A physics-informed residual: a method takes a gradient by coordinates that forward marks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_(True)
+        weight = self.first(self.up(x).tanh()).mean(-1, keepdim=True)
+        return self.residual(x) * weight.sigmoid()
+
+    def residual(self, x: Tensor) -> Tensor:
+        """x [..., WIDTH] -> u - du/dx, alike."""
+        made = self.down(self.second(self.up(x).tanh()).tanh())
+        return made - torch.autograd.grad(made.sum(), x, create_graph=True)[0]
+
+
+@odd()
+class Saliency(Net):
+    """The model's own forward weighs features by the gradient of a score that they have made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(self.up(x).relu())
+        score = self.second(hidden).tanh().sum()
+        (slope,) = torch.autograd.grad(score, hidden, create_graph=True)
+        return self.down(hidden * slope.sigmoid())
+
+
+class _Shift(torch.autograd.Function):
+    """TSM's: moves some channels a step on in the memory of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        x.data[..., 1:, :count] = x.data[..., :-1, :count].clone()
+        x.data[..., :1, :count] = 0
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = (one.clone() for one in gradients)
+        gradient[..., :-1, : ctx.count] = gradients[0][..., 1:, : ctx.count]
+        gradient[..., -1:, : ctx.count] = 0
+        return gradient, None
+
+
+@odd(sequences)
+class ShiftedInPlace(Net):
+    """A custom Function that writes its input's .data and gives it back."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return hidden + _Shift.apply(hidden.clone(), 4)

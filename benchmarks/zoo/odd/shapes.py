@@ -14,6 +14,8 @@ from benchmarks.zoo.odd.common import (
     odd,
     pictures,
     sequences,
+    square,
+    vectors,
 )
 
 
@@ -258,3 +260,15 @@ class ChunksByStrides(nn.Module):
         gated = (heads[..., :4] * heads[..., 4:].sigmoid()).reshape(-1, LENGTH, 4)
         far = gated.stride(1)
         return gated.as_strided((len(gated), 2, 4, 4), (4, 2 * far, far, 1))
+
+
+@odd(vectors, lambda outputs, batch: square(outputs[0], batch) + 0.01 * outputs[1])
+class OffDiagonal(Net):
+    """Barlow Twins' loss: a matrix of correlations, all but whose diagonal is squared in place."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, two = self.first(self.up(x)), self.second(self.up(x.flip(-1)))
+        found = one.T @ two
+        size = found.shape[0]
+        off = found.flatten()[:-1].view(size - 1, size + 1)[:, 1:].flatten()
+        return self.down(one.tanh()), off.pow_(2).sum() + (found.diagonal() - 1).square().sum()

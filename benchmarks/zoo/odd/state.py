@@ -315,3 +315,21 @@ class LimitedNorms(Net):
         weight = self.limited.weight
         weight.data = torch.renorm(weight.data, p=2, dim=0, maxnorm=0.5)
         return self.limited(hidden)
+
+
+@odd()
+class Replay(Net):
+    """An energy model: steps down its own gradient from samples in a buffer, and stores them."""
+
+    def begin(self) -> None:
+        self.register_buffer("samples", torch.randn(8, 16))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        sample = self.samples[: hidden.shape[-2]].detach()
+        for _ in range(2):
+            sample = sample.detach().requires_grad_(True)
+            energy = self.second(sample).tanh().sum()
+            sample = sample - 0.1 * torch.autograd.grad(energy, sample)[0]
+        sample = sample.detach()
+        self.samples[: hidden.shape[-2]] = sample
+        return hidden - self.second(sample).tanh().mean(0)
