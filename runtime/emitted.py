@@ -18,6 +18,7 @@ from autopipe.stages.node_calls import (
     check_read,
     draw_under_autocast,
     repeated,
+    saturated,
     under_autocast,
 )
 from autopipe.stages.precision import low
@@ -35,6 +36,7 @@ __all__ = [
     "low",
     "parameter",
     "repeated",
+    "saturated",
     "under_autocast",
 ]
 

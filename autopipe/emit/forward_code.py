@@ -55,6 +55,7 @@ WORDS = {
     node_calls.check_read: "check_read",
     node_calls.under_autocast: "under_autocast",
     node_calls.draw_under_autocast: "draw_under_autocast",
+    node_calls.saturated: "saturated",
     node_calls.repeated: "repeated",
     low: "low",
     torch.ops.aten.detach.default: "detach",

@@ -18,6 +18,7 @@ from autopipe.stages.node_calls import (
     check_read,
     draw_under_autocast,
     repeated,
+    saturated,
     take,
     under_autocast,
 )
@@ -45,7 +46,9 @@ def graph_of(module: nn.Module) -> fx.GraphModule:
 
 def _trace(module: nn.Module) -> fx.Graph:
     tracer = _Tracer(
-        autowrap_functions=(check_read, under_autocast, draw_under_autocast, draw, low, repeated)
+        autowrap_functions=(
+            *(check_read, under_autocast, draw_under_autocast, draw, low, repeated, saturated),
+        )
     )
     with _Making(tracer):
         graph = tracer.trace(module)

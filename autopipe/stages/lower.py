@@ -50,8 +50,10 @@ from autopipe.stages.node_calls import (
     PLACE,
     check_read,
     draw_under_autocast,
+    is_limit,
     opaque_under_autocast,
     repeated,
+    saturated,
     take,
     under_autocast,
 )
@@ -282,6 +284,8 @@ class _Emitter:
             given = (draw_under_autocast if around else draw, *around, *given)
         elif around:
             given = (under_autocast, *around, *given)
+        elif args and isinstance(args[0], fx.Node) and any(map(is_limit, args)):
+            given = (saturated, *given)
         if node.name in self.again:
             call = given[0] if given[0] is op else given[0].__name__
             given = (repeated, call, *given[1:])

@@ -116,6 +116,27 @@ def opaque_under_autocast(
     return under_autocast(device_type, dtype, enabled, run, *args, **kwargs)
 
 
+def saturated(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """An op whose numbers are no more than its first tensor holds, where autocast made that low.
+
+    `torch.finfo(x.dtype).min` was read from the fp32 of the trace; in bf16 it would overflow, and
+    the model's own code would have read that of bf16.
+    """
+    dtype = kwargs.get("dtype") or next(arg.dtype for arg in args if isinstance(arg, Tensor))
+    most = torch.finfo(dtype).max if dtype.is_floating_point else float("inf")
+
+    def within(arg: Any) -> Any:
+        return min(max(arg, -most), most) if is_limit(arg) else arg
+
+    kwargs = {name: within(arg) for name, arg in kwargs.items()}
+    return kernel_of(op)(*map(within, args), **kwargs)
+
+
+def is_limit(arg: Any) -> bool:
+    """Whether a number is finite, and too large for bf16: one of the limits of fp32."""
+    return isinstance(arg, float) and torch.finfo(torch.bfloat16).max < abs(arg) < float("inf")
+
+
 def repeated(call: Any, *args: Any, **kwargs: Any) -> Any:
     """A call that backward is to run a second time (`joint.run_again`).
 
@@ -126,7 +147,8 @@ def repeated(call: Any, *args: Any, **kwargs: Any) -> Any:
         return kernel_of(_OURS.get(call, call))(*args, **kwargs)
 
 
-_OURS = {call.__name__: call for call in (draw, draw_under_autocast, under_autocast)}
+_CALLS = draw, draw_under_autocast, under_autocast, saturated
+_OURS = {call.__name__: call for call in _CALLS}
 
 
 python_only = frozenset({draw, draw_under_autocast, check_read, *gathering.CALLS})

@@ -102,6 +102,36 @@ def test_losses_and_gradients_are_those_of_torch_autocast(name, precision):
             assert torch.equal(a.grad, b.grad), parameter
 
 
+class Masked(nn.Module):
+    """Attention as it is often written: scores are masked with the least number of their dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).mT
+        later = torch.ones(4, 4, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, torch.finfo(scores.dtype).min)
+        return torch.clamp(scores.sum(-1), min=torch.finfo(scores.dtype).min).relu().mean()
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_limits_of_fp32_that_the_trace_has_read_are_those_of_16_bits(precision):
+    """Bug: "value cannot be converted to type c10::BFloat16 without overflow", in a rank's first
+    step: the graph has -3.4e38, and the scores of a product are in 16 bits."""
+    torch.manual_seed(0)
+    plain = Masked()
+    ours, x = copy.deepcopy(plain), torch.randn(2, 4, 8)
+    found = trace_model(copy.deepcopy(plain), lambda rows: {"x": torch.ones(rows, 4, 8)})
+    with torch.autocast("cpu", AUTOCAST[precision]):
+        expected = plain(x)
+    lowered, wanted = whole(found, ours, precision)
+    with computing(arithmetic(precision, "cpu", wanted)):
+        (loss,) = lowered.module(x)
+    assert torch.equal(loss, expected)
+
+
 def linears():
     """x [b, 8] -> scalar by three linears, of which the second is frozen."""
     with torch.random.fork_rng(devices=[]):
