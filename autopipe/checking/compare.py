@@ -78,7 +78,8 @@ def orders_kept(plan: Plan) -> bool:
 
     Tensor parallelism, compilers, a loss in parts, fused attention, three replicas, ZeRO-2 and 3,
     which sum over replicas before micro-batches, gradients that come together from several stages,
-    and a loss over a batch that is cut all the same do. So does torch.jit (`regions.COMPILED`).
+    and a loss over a batch that is cut all the same do. So does torch.jit (`regions.COMPILED`), and
+    a part that runs as it is: what it finds of a tensor's gradient it adds up before others' parts.
     """
     readers: dict[str, int] = {}
     for stage in plan.stages:
@@ -87,7 +88,7 @@ def orders_kept(plan: Plan) -> bool:
     apart = all(count == 1 for count in readers.values())
     if plan.loss_over == BATCH and plan.mesh.dp * plan.batch.micro_batches > 1:
         return False
-    if any(region.why == COMPILED for region in plan.regions):
+    if any(region.why == COMPILED or region.carrying for region in plan.regions):
         return False
     rewritten = plan.compiled or plan.loss_parts or plan.fused_attention
     one = plan.mesh.tp == 1 and plan.mesh.dp <= 2 and not rewritten

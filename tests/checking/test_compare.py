@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopipe.checking.compare import off, orders_kept
 from autopipe.checking.layout import RankLayout
+from autopipe.planfile.regions import Region
 from tests.support.pipes import planned
 
 NAN = float("nan")
@@ -50,6 +51,14 @@ def test_which_plans_keep_the_order_of_all_sums() -> None:
     three = planned("keywords", 2, 2, 4, zero=3)
     assert three.fully_sharded
     assert not orders_kept(three)
+    of_numbers = Region(
+        module="part", method="forward", call=0, why="", given="", gives="", states=(),
+        written=(), results=(), random=False, flops=0, saved=0, keeps=(), launches=1,
+    )  # fmt: skip
+    assert orders_kept(replace(plan, regions=(of_numbers,)))
+    # Bug: a part that reads a tensor twice, which others read too, was called different for a bit.
+    by_gradients = replace(of_numbers, carrying=(0,))
+    assert not orders_kept(replace(plan, regions=(by_gradients,)))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
