@@ -10,7 +10,7 @@ replica rows of its fp32 master, is put together first, by all ranks that have i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
@@ -46,6 +46,7 @@ class ModelStates:
         unused: those that forward does not use, on the rank that keeps them.
         sharding: how they lie over tensor-parallel ranks.
         written: those that forward or the loss writes.
+        masks: buffers that parameters are multiplied by, and that were found to be 0 and 1.
     """
 
     specs: Mapping[str, StateSpec]
@@ -53,6 +54,7 @@ class ModelStates:
     unused: Mapping[str, Tensor]
     sharding: Sharding
     written: Collection[str] = ()
+    masks: set[str] = field(default_factory=set)
 
     def in_checkpoint(self, name: str) -> bool:
         """Whether a run that goes on needs it: what no state dict has the model makes anew, and
@@ -104,6 +106,8 @@ class ModelStates:
         return collectives.own_part(whole, lies, self.sharding.ranks, rank)
 
     def _check_mask(self, name: str, buffer: str) -> None:
+        if buffer in self.masks:  # nothing writes it, and to look is to wait for a GPU
+            return
         mask, attribute = self.states[buffer], buffer.rpartition(".")[2]
         if not bool(((mask == 0) | (mask == 1)).all()):
             raise ModelError(
@@ -111,6 +115,7 @@ class ModelStates:
                 "which holds other numbers than 0 and 1: each micro-batch would do so once more",
                 hint=f"compute with a product, and leave the parameter: weight * self.{attribute}",
             )
+        self.masks.add(buffer)
 
     def _check_norms(self, name: str, dim: int, in_rows: bool) -> None:
         lies = self.sharding.states.get(name, I)
