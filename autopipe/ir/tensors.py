@@ -155,7 +155,7 @@ class RowMajor(TorchDispatchMode):
     """Gives results on fake tensors the layout that real kernels give them (`_ROW_MAJOR`)."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

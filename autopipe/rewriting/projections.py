@@ -115,13 +115,15 @@ def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
     root = analyse(graph).root
     written = {root[value] for node in graph.nodes for value in written_by(node)}
     fixed = {State(n) for n, s in graph.states.items() if s.kind == "buffer"} - written
-    names: dict[Value, State] = {State(n): State(n) for n, s in graph.states.items() if s.trainable}
-    made: dict[Value, _Projection] = {}
+    names: dict[object, State] = {
+        State(n): State(n) for n, s in graph.states.items() if s.trainable
+    }
+    made: dict[object, _Projection] = {}
     done: dict[State, _Projection] = {}
     read: dict[State, list[_Projection | None]] = {weight: [] for weight in names.values()}
     for node in graph.nodes:
         tensor = node.args[0] if node.args else None
-        weight = names.get(tensor)  # type: ignore[call-overload]
+        weight = names.get(tensor)
         if node.op == "aten.detach.default" and weight is not None:
             names[Ref(node.name)] = weight
             continue
@@ -132,7 +134,7 @@ def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
         if node.op in PROJECTIONS:
             found = _projection(node, node.op, names, fixed)
         elif node.op == "aten.copy_.default" and weight is not None:
-            found = made.get(node.args[1])  # type: ignore[call-overload]
+            found = made.get(node.args[1])
         if found is not None and found.weight == weight:
             if done.get(weight, found) == found and all(one == found for one in read[weight]):
                 done[weight], names[Ref(node.name)] = found, weight
@@ -147,7 +149,7 @@ def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
 
 
 def _projection(
-    node: Node, op: str, names: Mapping[Value, State], fixed: Container[Value]
+    node: Node, op: str, names: Mapping[object, State], fixed: Container[object]
 ) -> _Projection | None:
     """What an op of `PROJECTIONS` makes of a parameter by numbers, or by a buffer as it is.
 

@@ -69,7 +69,7 @@ def arrived(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
     """A received tensor for a stage to read, and a list that backward puts its gradient into."""
     found: list[Tensor] = []
     if tensor.requires_grad:
-        tensor = Arrived.apply(tensor, found)  # type: ignore[no-untyped-call]
+        tensor = Arrived.apply(tensor, found)  # type: ignore[no-untyped-call]  # torch's `apply` has no types
     return tensor, found
 
 

@@ -84,9 +84,11 @@ class ModelStates:
                 continue
             op, rest = spec.projection
             if op == "aten.renorm_.default":
-                self._check_norms(name, int(str(rest[1])) % parameter.ndim, name in rows)
+                _, dim, _ = rest
+                assert isinstance(dim, int)
+                self._check_norms(name, dim % parameter.ndim, name in rows)
             for buffer in [arg for arg in rest if isinstance(arg, State)]:
-                if "mul" in op:
+                if op == "aten.mul_.Tensor":
                     self._check_mask(name, buffer.name)
                 own = self._beside(name, buffer.name, rank)
                 if name in rows:

@@ -94,14 +94,9 @@ def test_a_model_with_a_scalar_is_sharded_too():
     assert stage.predicted.memory.parameters == 512 * 512 * 4 // 2 + 4
 
 
-def test_an_activation_in_place_keeps_a_copy_that_no_forward_reads():
-    """Bug: a storage that no node saves ended the search with an IndexError."""
-
-    def build():
-        layers = (nn.Linear(8, 8), nn.SiLU(inplace=True))
-        return nn.Sequential(*layers, *(nn.Linear(8, 8), nn.SiLU(inplace=True)), nn.Linear(8, 8))
-
-    made = autopipe.plan(
+def compiled(build):
+    """A plan of two compiled stages for a model that takes rows of eight numbers."""
+    return autopipe.plan(
         build,
         lambda rows: {"input": torch.randn(rows, 8)},
         loss=lambda outputs, batch: outputs.square().mean(),
@@ -110,7 +105,16 @@ def test_an_activation_in_place_keeps_a_copy_that_no_forward_reads():
         pp=2,
         compile=True,
     )
-    assert made.compiled
+
+
+def test_an_activation_in_place_keeps_a_copy_that_no_forward_reads():
+    """Bug: a storage that no node saves ended the search with an IndexError."""
+
+    def build():
+        layers = (nn.Linear(8, 8), nn.SiLU(inplace=True))
+        return nn.Sequential(*layers, *(nn.Linear(8, 8), nn.SiLU(inplace=True)), nn.Linear(8, 8))
+
+    assert compiled(build).compiled
 
 
 def test_an_lstm_is_not_compiled():
@@ -132,15 +136,7 @@ class Counting(nn.Module):
 def test_asked_for_where_a_part_runs_as_it_is():
     """The sentence has the user's own line, not the name that the part has in a graph."""
     with pytest.raises(AutopipeError) as refusal:
-        autopipe.plan(
-            lambda: nn.Sequential(nn.Linear(8, 8), Counting(), nn.Linear(8, 8)),
-            lambda rows: {"input": torch.randn(rows, 8)},
-            loss=lambda outputs, batch: outputs.square().mean(),
-            cluster=processes(2),
-            batch_size=8,
-            pp=2,
-            compile=True,
-        )
+        compiled(lambda: nn.Sequential(nn.Linear(8, 8), Counting(), nn.Linear(8, 8)))
     said = str(refusal.value)
     assert said.startswith(
         "compiled stages were asked for, and 1 is not compiled, since it runs as"
