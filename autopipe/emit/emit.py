@@ -23,6 +23,7 @@ from autopipe.ir.opaque_ops import COND_OP
 from autopipe.ir.torch_private import fake_mode
 from autopipe.planfile import programs
 from autopipe.planfile.contents import BATCH, Plan, stage_file
+from autopipe.rewriting.for_gpus import for_gpus
 from autopipe.schedules import deadlock
 from autopipe.schedules.instructions import Programs, format_programs, holders
 from autopipe.sharding import collectives
@@ -120,9 +121,10 @@ def _of_part(split: Split, plan: Plan, skeleton: nn.Module) -> dict[int, str]:
     graph, blocks = split.graph, split.blocks
     rows = rows_of(plan)
     recompute = [path for stage in plan.stages for path in stage.recompute]
-    rehearsal = rehearse(
-        graph, split.once, blocks, rows, recompute=recompute, precision=plan.precision
-    ).in_turns(plan.turns)
+    with for_gpus(plan.cluster.has_gpus):
+        rehearsal = rehearse(
+            graph, split.once, blocks, rows, recompute=recompute, precision=plan.precision
+        ).in_turns(plan.turns)
     ranks = holders(programs.compute(plan))
     found: dict[int, str] = {}
     for stage in split.stages:
@@ -147,7 +149,8 @@ def _of_part(split: Split, plan: Plan, skeleton: nn.Module) -> dict[int, str]:
             ranks[stage.index],
             lambda path: type(skeleton.get_submodule(path)).__name__,
         )
-        found[stage.index] = stage_code(lowered, around)
+        with for_gpus(plan.cluster.has_gpus):
+            found[stage.index] = stage_code(lowered, around)
     return found
 
 

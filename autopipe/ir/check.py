@@ -198,8 +198,8 @@ def _made(graph: Graph, node: Node) -> tuple[Look, ...] | str:
 def _run(graph: Graph, node: Node) -> tuple[Look, ...] | str:
     """Run a node's op on fake tensors."""
     with fake_mode(), torch.no_grad(), ExitStack() as until:
-        if node.autocast is not None:
-            until.enter_context(_autocast(node.autocast))
+        if node.autocast is not None and node.autocast.device_type == "cpu":
+            until.enter_context(_autocast(node.autocast))  # a GPU's casts nothing here
 
         def given(arg: Arg) -> Any:
             if isinstance(arg, Value):

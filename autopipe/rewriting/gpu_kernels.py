@@ -22,13 +22,15 @@ sdp_utils.cpp of its CUDA backend for what each kernel of attention takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from autopipe.rewriting.for_gpus import of_gpus
+from autopipe.rewriting.gpu_autocast import cast
 
 _aten = torch.ops.aten
 _DROPOUT, _ATTENTION = _aten.dropout.default, _aten.scaled_dot_product_attention.default
@@ -36,22 +38,10 @@ _RMS_NORM = _aten.rms_norm.default
 _WIDEST = 256
 """The most columns of a head that flash attention takes."""
 
-_for_gpus: ContextVar[bool] = ContextVar("for_gpus", default=False)
-
-
-@contextmanager
-def for_gpus(wanted: bool) -> Iterator[None]:
-    """Within, rehearsals are of GPUs, if `wanted`."""
-    token = _for_gpus.set(wanted)
-    try:
-        yield
-    finally:
-        _for_gpus.reset(token)
-
 
 def kernel_of(op: Any) -> Any:
     """What computes an op in a rehearsal: itself, or what a GPU has in its place."""
-    return _KERNELS.get(op, op) if _for_gpus.get() else op
+    return _KERNELS.get(op, op) if of_gpus() else op
 
 
 def gpu_dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -118,8 +108,22 @@ def _as_tensor(made: Any) -> Tensor:
     return made
 
 
+def _under_autocast(op: Any, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What computes an op in its place, in the dtypes that the op computes in."""
+
+    @wraps(kernel)
+    def computed(*args: Any, **kwargs: Any) -> Tensor:
+        args_, kwargs_ = cast(op, args, kwargs)
+        return kernel(*args_, **kwargs_)
+
+    return computed
+
+
 _KERNELS: Mapping[Any, Callable[..., Tensor]] = {
-    _DROPOUT: gpu_dropout,
-    _RMS_NORM: gpu_rms_norm,
-    _ATTENTION: gpu_attention,
+    op: _under_autocast(op, kernel)
+    for op, kernel in (
+        (_DROPOUT, gpu_dropout),
+        (_RMS_NORM, gpu_rms_norm),
+        (_ATTENTION, gpu_attention),
+    )
 }

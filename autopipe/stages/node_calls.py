@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from autopipe.ir.opaque_ops import run as run_opaque
 from autopipe.planfile.parts import Read
+from autopipe.rewriting.gpu_autocast import autocast_of_model
 from autopipe.rewriting.gpu_kernels import kernel_of
 from autopipe.stages import gathering
 from autopipe.stages.op_tape import ASKED, marking
@@ -90,8 +91,8 @@ def check_read(tensor: Tensor, kind: str, value: Any, place: str) -> None:
 def under_autocast(
     device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """An op under the autocast that the model itself had around it."""
-    with torch.autocast(device_type, dtype=dtype, enabled=enabled):
+    """An op under the autocast that the model itself had around it (`autocast_of_model`)."""
+    with autocast_of_model(device_type, dtype, enabled, args):
         return kernel_of(op)(*args, **kwargs)
 
 

@@ -38,6 +38,7 @@ from autopipe.errors import AutopipeError
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Graph, Node, State, StateSpec, bytes_at
 from autopipe.ir.torch_private import TorchDispatchMode
+from autopipe.rewriting.gpu_autocast import autocast
 from autopipe.tracing.low_precision import KEPT
 
 AUTOCAST: Mapping[str, torch.dtype] = {
@@ -151,7 +152,7 @@ def computing(how: Arithmetic) -> Iterator[None]:
     before, _current.how = current(), how
     try:
         if how.autocast:
-            with torch.autocast(how.device_type, how.dtype, cache_enabled=False):
+            with autocast(how.device_type, how.dtype, cached=False):
                 yield
         else:
             yield

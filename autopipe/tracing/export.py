@@ -43,6 +43,7 @@ from autopipe.opaque.sites import with_loss
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.placements import BIG
 from autopipe.planfile.regions import LOSS
+from autopipe.rewriting.gpu_autocast import of_absent_gpus
 from autopipe.tracing.low_precision import cast
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
@@ -126,6 +127,7 @@ class Program(nn.Module):
             chosen_by_tensors(),
             inference_without_gradients(),
             not_compiling(),
+            of_absent_gpus(),
             unsaid.RefusedCalls(),
             unsaid_modes.refused(),
             branches.as_ops(self.model),

@@ -114,7 +114,8 @@ def squares(outputs: Any, batch: Any = None) -> Tensor:
 
 
 def _wave(leaf: Tensor) -> Tensor:
-    return torch.arange(leaf.shape[-1] if leaf.dim() else 1, dtype=torch.float32).sin()
+    width = leaf.shape[-1] if leaf.dim() else 1
+    return torch.arange(width, dtype=torch.float32, device=leaf.device).sin()
 
 
 def entropy(outputs: Any, batch: Any) -> Tensor:

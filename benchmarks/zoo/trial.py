@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from autopipe.errors import AutopipeError
+from autopipe.cluster.cluster import Cluster
 from autopipe.frontend import batch as batches
 from autopipe.ir.dataflow import is_random
 from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import Graph
 from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import InputSpec
 from autopipe.planners.costs.tp_degrees import check_heads
 from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.make_plan import traced_model
@@ -36,7 +38,7 @@ from autopipe.util.stopwatch import Stopwatch
 from benchmarks.zoo import theirs
 from benchmarks.zoo.compare import CLOSE, compared, rounded
 from benchmarks.zoo.one_process import Result, dealt_out, in_stages
-from benchmarks.zoo.processes import in_processes
+from benchmarks.zoo.row import Row, attempt, said
 from benchmarks.zoo.subject import Model, Subject
 from benchmarks.zoo.versions import doubled, nudged
 from tests.support.inprocess import machine
@@ -58,40 +60,10 @@ LOW = (torch.bfloat16, torch.float16)
 SPLITS = {"pp2": (2, 1), "pp4": (4, 1), "tp2": (1, 2)}
 """What is tried: stages, and tensor-parallel ranks."""
 
-PROCESSES = "-processes"
-"""Ends the name of a way whose ranks are processes."""
 
-
-@dataclass(frozen=True)
-class Row:
-    """What came of one model split one way.
-
-    Attributes:
-        outcome: right, refused, wrong, crashed, timeout, or not built.
-        cause: the sentence of a refusal; what differs of a wrong one.
-        gradient: the worst difference of a gradient, as a share of its largest entry.
-        bitwise: whether loss, gradients and buffers are equal in every bit.
-        unexplained: what is not, though no sum of it has another order: of pipelines alone.
-        dealt: of the bytes of parameters, the share that tensor-parallel ranks have a part of.
-        reference: what it was held to: "eager", or for random models "graph", the unsplit graph;
-            "in fp64" where roundings make more than `CLOSE` of a difference in fp32; "rounding"
-            where it is as near as the unsplit model with each weight's last place off by one.
-        predicted, counted: bytes kept for backward on all ranks, by the plan and by the run.
-        seconds: since the row before; the first row has building and tracing.
-    """
-
-    model: str
-    what: str
-    outcome: str
-    cause: str = ""
-    gradient: float | None = None
-    bitwise: bool | None = None
-    unexplained: str = ""
-    dealt: float | None = None
-    reference: str = ""
-    predicted: int | None = None
-    counted: int | None = None
-    seconds: float = 0.0
+def processes(ranks: int) -> Cluster:
+    """So many processes on this machine."""
+    return machine(ranks, MEMORY)
 
 
 def rows(subject: Subject, whats: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -115,23 +87,17 @@ def rows(subject: Subject, whats: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         yield timed(attempt(subject.name, what, one))
 
 
-def attempt(name: str, what: str, one: Callable[[], Row]) -> Row:
-    """The row of one attempt, whatever is raised in it."""
-    try:
-        return one()
-    except AutopipeError as error:
-        return Row(name, what, "refused", said(error))
-    except Exception as error:  # a bug of autopipe: no user may see it
-        if isinstance(error.__cause__, AutopipeError):  # what one rank refuses, its peers pass on
-            return Row(name, what, "refused", said(error.__cause__))
-        return Row(name, what, "crashed", said(error))
-
-
 class Tried:
     """A model that is being tried: what all ways to split it share is made once."""
 
-    def __init__(self, subject: Subject, model: Model) -> None:
-        self.subject, self.model = subject, model
+    def __init__(
+        self,
+        subject: Subject,
+        model: Model,
+        cluster: Callable[[int], Cluster] = processes,
+        precision: str = "fp32",
+    ) -> None:
+        self.subject, self.model, self.cluster, self.precision = subject, model, cluster, precision
         self.batch = model.inputs(ROWS * MICRO_BATCHES)
         self._plans: dict[tuple[int, int], Plan] = {}
         self._rehearsed: defaultdict[int, Known] = defaultdict(dict)
@@ -144,8 +110,8 @@ class Tried:
             inputs=self.model.inputs,
             loss=self.model.loss,
             optimizer="sgd",
-            precision="fp32",
-            cluster=machine(1, MEMORY),
+            precision=self.precision,
+            cluster=self.cluster(1),
             batch_size=ROWS * MICRO_BATCHES,
             constraints=Constraints(dp=1, micro_batches=MICRO_BATCHES),
             planner="dynamic",
@@ -186,7 +152,7 @@ class Tried:
     def _planned(self, pp: int, tp: int) -> Plan:
         if tp > 1:
             check_heads(self.traced.graph, tp)
-        cluster = machine(pp * tp, MEMORY)
+        cluster = self.cluster(pp * tp)
         constraints = Constraints(pp, 1, tp, MICRO_BATCHES, "1f1b")
         request = replace(self.request, cluster=cluster, constraints=constraints)
         job = Job(request, self.traced, cluster, 0.0, known=self._rehearsed)
@@ -195,27 +161,13 @@ class Tried:
     @cached_property
     def eager(self) -> Result:
         """The unsplit model over the same micro-batches, by plain PyTorch."""
-        model, losses = self.model.build(), []
-        for k in range(MICRO_BATCHES):
-            loss = self.model.eager(model, self.micro_batch(k))
-            (loss.sum() / MICRO_BATCHES).backward()
-            losses.append(loss.detach())
-        named = model.named_parameters()
-        gradients = {name: p.grad.to_dense() for name, p in named if p.grad is not None}
-        return Result(losses, gradients, dict(model.named_buffers(remove_duplicate=False)))
+        parts = micro_batches(self.trace.inputs, self.model)
+        return unsplit(self.model, self.model.build(), parts)
 
     @cached_property
     def doubled(self) -> Doubled:
         """The same model by the same plans in fp64."""
         return Doubled(self)
-
-    def micro_batch(self, k: int) -> Any:
-        """Micro-batch k."""
-        specs = self.trace.inputs
-        leaves = batches.flatten(self.model.inputs(ROWS * MICRO_BATCHES))
-        return batches.rebuild(
-            self.batch, batches.slice_rows(specs, leaves, k * ROWS, (k + 1) * ROWS)
-        )
 
     @property
     def close(self) -> float:
@@ -229,11 +181,9 @@ class Tried:
         """Whether the model draws random numbers, which no split draws as plain PyTorch does."""
         return any(is_random(node) for node in self.trace.graph.nodes)
 
-    def run(self, plan: Plan, processes: bool = False) -> Result:
-        """A step by the plan, all its ranks in this process or each in its own."""
-        if processes:
-            return in_processes(plan, self.model, dict(self.model.build().named_parameters()))
-        trace, model = self.trace, self.model.build()  # processes trace it anew
+    def run(self, plan: Plan) -> Result:
+        """A step by the plan, all its ranks in this process."""
+        trace, model = self.trace, self.model.build()
         if plan.mesh.tp > 1:
             return dealt_out(plan, trace, model, self.batch)
         return in_stages(plan, trace, model, self.batch, self._rehearsed[1])
@@ -271,15 +221,11 @@ class Tried:
 
     def compared(self, what: str) -> tuple[Row, Result]:
         """Plan and run, in the dtype of the model, and compare."""
-        plan = self.plan(*SPLITS[what.removesuffix(PROCESSES)])
-        processes = what.endswith(PROCESSES)
-        found = self.run(plan, processes)
+        plan = self.plan(*SPLITS[what])
+        found = self.run(plan)
         name, expected = self.reference
-        if processes:  # they say the mean loss alone
-            mean = torch.stack([loss.float() for loss in expected.losses]).mean()
-            expected = replace(expected, losses=[mean])
         worst, bitwise, differing = compared(found, expected, self.close)
-        left = rounded(found, expected) if plan.mesh.tp == 1 and not processes else []
+        left = rounded(found, expected) if plan.mesh.tp == 1 else []
         row = Row(
             model=self.subject.name,
             what=what,
@@ -299,7 +245,7 @@ class Tried:
         """By torch's own tracing and splitting into two stages."""
         name = self.subject.name
         try:
-            found = theirs.run(self.model, [self.micro_batch(k) for k in range(MICRO_BATCHES)])
+            found = theirs.run(self.model, micro_batches(self.trace.inputs, self.model))
         except Exception as error:
             return Row(name, "torch", "crashed", said(error))
         worst, bitwise, differing = compared(found, self.eager)
@@ -315,7 +261,7 @@ class Doubled(Tried):
     """
 
     def __init__(self, single: Tried) -> None:
-        super().__init__(single.subject, doubled(single.model))
+        super().__init__(single.subject, doubled(single.model), single.cluster, single.precision)
         self._single = single
 
     def _planned(self, pp: int, tp: int) -> Plan:
@@ -334,16 +280,30 @@ class Doubled(Tried):
         return replace(plan, inputs=tuple(inputs))
 
 
+def micro_batches(specs: Sequence[InputSpec], given: Model) -> list[Any]:
+    """The micro-batches of a step, as batches of the model."""
+    batch = given.inputs(ROWS * MICRO_BATCHES)
+    leaves = batches.flatten(batch)
+    cuts = range(0, ROWS * MICRO_BATCHES, ROWS)
+    parts = (batches.slice_rows(specs, leaves, begin, begin + ROWS) for begin in cuts)
+    return [batches.rebuild(batch, part) for part in parts]
+
+
+def unsplit(given: Model, model: nn.Module, parts: Sequence[Any]) -> Result:
+    """What plain PyTorch computes over some micro-batches, where the model lies."""
+    losses = []
+    for part in parts:
+        loss = given.eager(model, part)
+        (loss.sum() / len(parts)).backward()
+        losses.append(loss.detach())
+    named = model.named_parameters()
+    gradients = {name: p.grad.to_dense() for name, p in named if p.grad is not None}
+    return Result(losses, gradients, dict(model.named_buffers(remove_duplicate=False)))
+
+
 def dealt(plan: Plan, graph: Graph) -> float:
     """Of the bytes of parameters, the share that tensor-parallel ranks have a part of."""
     sharding = read_back(plan)
     sizes = {name: int(state.spec.bytes) for name, state in graph.states.items() if state.trainable}
     shared = [name for name, lies in sharding.states.items() if lies.sharded and name in sizes]
     return sum(sizes[name] for name in shared) / max(sum(sizes.values()), 1)
-
-
-def said(error: BaseException) -> str:
-    """The first line of an error, with its type unless it is autopipe's own."""
-    lines = str(error).strip().splitlines()
-    first = lines[0][:300] if lines else ""
-    return first if isinstance(error, AutopipeError) else f"{type(error).__name__}: {first}"

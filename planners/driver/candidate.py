@@ -35,7 +35,7 @@ from autopipe.planners.model.problem import EAGER, Config, Constraints, Problem
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.bound import bounds
 from autopipe.planners.search.registry import PLANNERS
-from autopipe.rewriting.gpu_kernels import for_gpus
+from autopipe.rewriting.for_gpus import for_gpus
 from autopipe.stages.gathering import check_written
 from autopipe.util.progress import phase
 from autopipe.util.stopwatch import Stopwatch

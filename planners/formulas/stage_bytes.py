@@ -24,7 +24,7 @@ from autopipe.planners.costs.tp_degrees import as_first
 from autopipe.planners.formulas.from_sympy import of_sympy
 from autopipe.planners.formulas.lengths import PlannedStages
 from autopipe.planners.formulas.stage_seconds import NAMES
-from autopipe.rewriting.gpu_kernels import for_gpus
+from autopipe.rewriting.for_gpus import for_gpus
 from autopipe.scaling.expressions import ROWS, TOKENS, Expression, largest, product, total
 from autopipe.stages.step_programs import sizes
 from autopipe.util.progress import phase

@@ -27,6 +27,7 @@ from autopipe.joint.split_backward_layouts import (
 from autopipe.joint.wanted import wanted
 from autopipe.planfile.again import by_op, offloaded
 from autopipe.planfile.programs import sends_ahead
+from autopipe.rewriting.for_gpus import for_gpus
 from autopipe.runtime.comm.host_copies import HostCopies
 from autopipe.runtime.comm.nccl import NcclTransport
 from autopipe.runtime.comm.transport import Transport
@@ -130,14 +131,15 @@ def training(rank: Rank, rows: int, split: Split | None = None) -> Executor:
             hint="run the plan itself: autopipe run plan.json",
         )
     split = planned if split is None else split
-    rehearsal = rehearse(
-        split.graph,
-        split.once,
-        split.blocks,
-        rows,
-        recompute=[block for stage in plan.stages for block in stage.recompute],
-        precision=plan.precision,
-    ).in_turns(plan.turns)
+    with for_gpus(rank.part.device.type == "cuda"):
+        rehearsal = rehearse(
+            split.graph,
+            split.once,
+            split.blocks,
+            rows,
+            recompute=[block for stage in plan.stages for block in stage.recompute],
+            precision=plan.precision,
+        ).in_turns(plan.turns)
     task = _Task(split, rows, rehearsal, rank.compute, rank.emitted, trains=True)
     return _executor(rank, _prepare(rank, task), trains=True)
 
@@ -152,9 +154,10 @@ def evaluation(rank: Rank, split: Split, rows: int, micro_batches: int) -> Execu
         ScheduleError: the programs would wait for each other.
     """
     plan = rank.part.plan
-    rehearsal = rehearse(
-        split.graph, split.once, split.blocks, rows, gradients=False, precision=plan.precision
-    ).in_turns(plan.turns)
+    with for_gpus(rank.part.device.type == "cuda"):
+        rehearsal = rehearse(
+            split.graph, split.once, split.blocks, rows, gradients=False, precision=plan.precision
+        ).in_turns(plan.turns)
     compute = forward_only(rank.part.placed, micro_batches, plan.turns)
     task = _Task(split, rows, rehearsal, compute, None, trains=False)
     return _executor(rank, _prepare(rank, task), trains=False)

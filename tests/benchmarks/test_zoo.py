@@ -7,7 +7,7 @@ into four stages or dealt out to two tensor-parallel ranks.
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch
 from benchmarks.zoo import catalogue, table, trial
 from benchmarks.zoo.compare import compared
 from benchmarks.zoo.one_process import Result
+from benchmarks.zoo.row import Row
 from tests.support.long import chosen
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -74,15 +75,12 @@ def test_a_model_is_right_however_it_is_split(name, subjects):
 
 
 def test_ranks_that_are_processes_give_the_same(tmp_path):
-    """In a process of its own: forks of one that has run backward may not run it (torch with CUDA).
-
-    Bug: a single model crashed there, as nothing but several of them had backward begin in time.
-    """
     rows, model = tmp_path / "rows.jsonl", "odd/skips-everywhere/shapes"
-    command = [sys.executable, "-m", "benchmarks.zoo", "--to", str(rows), "--only", model]
-    subprocess.run([*command, "--ways", "pp2", "--processes"], check=True, capture_output=True)
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
-    (row,) = [row for row in found if row["what"] == "pp2" + trial.PROCESSES]
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    what = ["-m", "benchmarks.zoo.ranks", "--to", str(rows), "--way", "pp2", "--only", model]
+    subprocess.run([*started, *what], check=True, capture_output=True)
+    begun, row = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert (begun["outcome"], begun["what"]) == ("crashed", "pp2-processes")
     assert row["outcome"] == "right" and row["bitwise"], row
 
 
@@ -108,7 +106,7 @@ def test_a_rounding_is_no_more_than_the_last_place_of_each_weight_makes(subjects
 
 
 def test_the_table_counts_models_by_outcome_and_cause():
-    row = trial.asdict(trial.Row("odd/a/state", "pp2", "right", bitwise=True, seconds=1.0))
+    row = asdict(Row("odd/a/state", "pp2", "right", bitwise=True, seconds=1.0))
     rows = [row, {**row, "model": "odd/b/state", "outcome": "refused", "cause": "of 3 'x'"}]
     rows = [json.loads(json.dumps(each)) for each in rows]
     assert "| odd | 2 of 2 | 1 of 2, 50.0% | 2 | 0 | 1.0 |" in list(table.outcomes(rows))

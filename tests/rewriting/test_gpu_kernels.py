@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import autopipe
 from autopipe.ir.torch_private import fake_mode
-from autopipe.rewriting.gpu_kernels import for_gpus, kernel_of
+from autopipe.rewriting.for_gpus import for_gpus
+from autopipe.rewriting.gpu_kernels import kernel_of
 from tests.support.inprocess import machine
 
 aten = torch.ops.aten

@@ -205,7 +205,7 @@ class ReadsLengths(Net):
     """Reads the longest row from a mask and cuts there."""
 
     def inside(self, hidden: Tensor) -> Tensor:
-        mask = torch.ones(hidden.shape[:2], dtype=torch.long)
+        mask = torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         longest = int(mask.sum(1).max())
         return hidden[:, :longest]
 
@@ -215,7 +215,7 @@ class Autocast(Net):
     """A part in bf16."""
 
     def inside(self, hidden: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(hidden.device.type, torch.bfloat16):
             found = self.first(hidden)
         return found.float()
 

@@ -236,7 +236,7 @@ class EncoderNormFirst(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, LENGTH, WIDTH]"""
-        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
         padding[:, -1] = True
         return self.net(x, src_key_padding_mask=padding)
 

@@ -36,7 +36,7 @@ class WritesThroughViews(Net):
     """Writes views of a new tensor, and reads it whole."""
 
     def inside(self, hidden: Tensor) -> Tensor:
-        found = torch.zeros(hidden.shape[0], 2, 16)
+        found = hidden.new_zeros(hidden.shape[0], 2, 16)
         found[:, 0] = hidden
         found.view(-1, 32)[:, 16:] += hidden.sin()
         return found.sum(1)
@@ -72,7 +72,7 @@ class LinearAlgebra(Net):
     """Solves, inverts, takes a determinant."""
 
     def inside(self, hidden: Tensor) -> Tensor:
-        square = hidden.unflatten(-1, (4, 4)) + 4 * torch.eye(4)
+        square = hidden.unflatten(-1, (4, 4)) + 4 * torch.eye(4, device=hidden.device)
         found = torch.linalg.solve(square, square.transpose(-1, -2))
         return found.flatten(-2) + torch.logdet(square @ square.mT)[:, None]
 
@@ -86,7 +86,7 @@ class Einsums(Net):
 
     def inside(self, hidden: Tensor) -> Tensor:
         heads = hidden.unflatten(-1, (4, 4))
-        at = torch.arange(hidden.shape[1])
+        at = torch.arange(hidden.shape[1], device=hidden.device)
         bias = self.bias[:, at[:, None] - at + LENGTH - 1]
         weights = (torch.einsum("bqhd,bkhd->bhqk", heads, heads) + bias).softmax(-1)
         return torch.einsum("bhqk,bkhd->bqhd", weights, heads).flatten(-2)
@@ -100,7 +100,7 @@ class Rotary(Net):
         self.register_buffer("speed", 10.0 ** -torch.arange(0, 8), persistent=False)
 
     def inside(self, hidden: Tensor) -> Tensor:
-        angles = torch.arange(hidden.shape[1])[:, None] * self.speed
+        angles = torch.arange(hidden.shape[1], device=hidden.device)[:, None] * self.speed
         one, two = hidden.chunk(2, -1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([one * cos - two * sin, one * sin + two * cos], -1)
@@ -114,7 +114,9 @@ class StateSpace(Net):
         self.decay = nn.Parameter(torch.zeros(16))
 
     def inside(self, hidden: Tensor) -> Tensor:
-        log = F.logsigmoid(self.decay) * torch.arange(hidden.shape[1])[:, None]
+        log = (
+            F.logsigmoid(self.decay) * torch.arange(hidden.shape[1], device=hidden.device)[:, None]
+        )
         return (hidden * (-log).exp()).cumsum(1) * log.exp()
 
 
@@ -165,7 +167,7 @@ class Warped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, CLASSES]"""
-        theta = self.where(x).view(-1, 2, 3) * 0.1 + torch.eye(2, 3)
+        theta = self.where(x).view(-1, 2, 3) * 0.1 + torch.eye(2, 3, device=x.device)
         grid = F.affine_grid(theta, list(x.shape), align_corners=False)
         return self.conv(F.grid_sample(x, grid, align_corners=False)).mean((2, 3))
 

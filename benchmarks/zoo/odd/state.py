@@ -43,7 +43,7 @@ class FirstCallCache(Net):
 
     def inside(self, hidden: Tensor) -> Tensor:
         if self.cache is None:
-            self.cache = torch.linspace(0, 1, 16)
+            self.cache = torch.linspace(0, 1, 16, device=hidden.device)
         return hidden + self.cache
 
 
@@ -57,7 +57,7 @@ class CacheByLength(Net):
     def inside(self, hidden: Tensor) -> Tensor:
         size = hidden.shape[-1]
         if size not in self.tables:
-            self.tables[size] = torch.arange(size).float().cos()
+            self.tables[size] = torch.arange(size, device=hidden.device).float().cos()
         return hidden * self.tables[size]
 
 
@@ -67,7 +67,9 @@ class LazyBuffer(Net):
 
     def inside(self, hidden: Tensor) -> Tensor:
         if not hasattr(self, "table"):
-            self.register_buffer("table", torch.ones(16) * 0.5, persistent=False)
+            self.register_buffer(
+                "table", torch.ones(16, device=hidden.device) * 0.5, persistent=False
+            )
         return hidden * self.table
 
 
@@ -262,7 +264,7 @@ class NoneAtFirst(Net):
 
     def inside(self, hidden: Tensor) -> Tensor:
         if self.scale is None:
-            self.scale = torch.linspace(0.5, 2, hidden.shape[-1])
+            self.scale = torch.linspace(0.5, 2, hidden.shape[-1], device=hidden.device)
         return self.first(hidden) * self.scale
 
 

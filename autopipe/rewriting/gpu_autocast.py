@@ -1,0 +1,190 @@
+"""Autocast as a GPU has it, on tensors of a CPU: in which dtype an op computes.
+
+    linear, matmul, convolutions, attention     in 16 bits
+    exp, pow, norms, losses, interpolations     in fp32
+    softmax, sum, cumsum, prod                  in fp32, unless they are told a dtype
+    addcmul, index_put, scatter_add             in the widest dtype of their arguments
+    all others                                  in that of their arguments
+
+A plan for GPUs is made where there may be none. torch's autocast of a CPU has other lists, under
+which a softmax stays in 16 bits: what is kept for backward, and what one stage sends to the next,
+would have other dtypes than on a GPU.
+
+Sources: ATen's autocast_mode.h and autocast_mode.cpp; "CUDA Op-Specific Behavior" of torch's
+documentation (amp.html).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autopipe.ir.torch_patches import patched
+from autopipe.rewriting.for_gpus import of_gpus
+
+LOWER = frozenset(
+    "_convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d "
+    "conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution "
+    "cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear "
+    "addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell "
+    "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention "
+    "scaled_dot_product_attention".split()
+)
+"""In 16 bits."""
+
+FP32 = frozenset(
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
+    "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm "
+    "group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity "
+    "poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div "
+    "l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss "
+    "soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist "
+    "pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d "
+    "_upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d "
+    "upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d "
+    "_upsample_bicubic2d_aa".split()
+) | ({"rms_norm"} if torch.__version__ >= "2.12" else set())
+"""In fp32."""
+
+FP32_UNLESS_TOLD = frozenset(
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm "
+    "linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar "
+    "norm.ScalarOpt_dim".split()
+)
+"""To fp32, from what their arguments are, unless a dtype is among the arguments."""
+
+WIDEST = frozenset(
+    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot "
+    "scatter_add".split()
+)
+"""In the widest dtype of their arguments."""
+
+LOWER_WITHIN = frozenset(
+    "conv1d.padding conv2d.padding conv3d.padding gru.input lstm.input "
+    "rnn_tanh.input rnn_relu.input".split()
+)
+"""Ops that call some in 16 bits and return what these give."""
+
+FP32_WITHIN = frozenset(
+    "square cross_entropy_loss nll_loss_nd pairwise_distance linalg_norm linalg_norm.ord_str "
+    "sum_to_size upsample_nearest1d.vec _upsample_nearest_exact1d.vec upsample_nearest2d.vec "
+    "_upsample_nearest_exact2d.vec upsample_nearest3d.vec _upsample_nearest_exact3d.vec "
+    "upsample_linear1d.vec upsample_bilinear2d.vec _upsample_bilinear2d_aa.vec "
+    "upsample_trilinear3d.vec upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec".split()
+)
+"""Ops that call some in fp32 and return what these give: a square is a power."""
+
+_dtype: ContextVar[torch.dtype | None] = ContextVar("gpu_autocast", default=None)
+"""The 16 bits of the emulated autocast around a call; None: there is none, or it is off."""
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+"""Arguments by position and by name."""
+
+
+def autocast(
+    device_type: str, dtype: torch.dtype | None, *, enabled: bool = True, cached: bool | None = None
+) -> AbstractContextManager[Any]:
+    """As `torch.autocast`; in a rehearsal of GPUs, on a CPU, what that does on a GPU."""
+    if of_gpus():
+        return _emulated((dtype or torch.get_autocast_dtype("cuda")) if enabled else None)
+    return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=cached)
+
+
+def autocast_of_model(
+    asked: str, dtype: torch.dtype | None, enabled: bool, arguments: Sequence[Any]
+) -> AbstractContextManager[Any]:
+    """The autocast that a model has around an op, where the op's arguments lie.
+
+    A model is traced on a CPU, where `torch.autocast(x.device.type)` asks for a CPU's. One that
+    asks for a GPU's by its name has nothing cast on a CPU.
+    """
+    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+    here = "cuda" if of_gpus() else next((tensor.device.type for tensor in tensors), asked)
+    if asked not in ("cpu", here):
+        return nullcontext()
+    return autocast(here, dtype, enabled=enabled)
+
+
+@contextmanager
+def of_absent_gpus() -> Iterator[None]:
+    """Within, `torch.autocast("cuda")` is traced as it was written, also where there is no GPU.
+
+    There torch turns it off, and the graph of a plan would not be that of its ranks.
+    """
+    with ExitStack() as until:
+        common = torch.cuda.amp.common
+        until.enter_context(patched(common, "amp_definitely_not_available", lambda: False))
+        until.enter_context(patched(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True))
+        yield
+
+
+def cast(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """The arguments that an op computes with, under the emulated autocast if there is one."""
+    dtype, policy = _dtype.get(), _policy(op)
+    if dtype is None or policy is None:
+        return args, kwargs
+    if policy is FP32_UNLESS_TOLD:
+        if _told(args, kwargs) or not args or not _eligible(args[0]):
+            return args, kwargs
+        if "norm." in str(op):  # whose op names no dtype
+            return (args[0].float(), *args[1:]), kwargs
+        return args, {**kwargs, "dtype": torch.float32}
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if _eligible(leaf)]
+    wide = policy in (FP32, FP32_WITHIN) or (
+        policy is WIDEST and any(x.dtype == torch.float32 for x in leaves)
+    )
+    to = torch.float32 if wide else dtype
+    found: Call = tree_map(lambda leaf: leaf.to(to) if _eligible(leaf) else leaf, (args, kwargs))
+    return found
+
+
+class _Casting(TorchFunctionMode):
+    """Casts the arguments of every call of an op."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = cast(func, args, kwargs or {})
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _emulated(dtype: torch.dtype | None) -> Iterator[None]:
+    token = _dtype.set(dtype)
+    try:
+        with _Casting():
+            yield
+    finally:
+        _dtype.reset(token)
+
+
+_LISTS = (LOWER, LOWER_WITHIN, FP32, FP32_WITHIN, FP32_UNLESS_TOLD, WIDEST)
+_POLICIES = {name: names for names in _LISTS for name in names}
+_OF_FUNCTIONS = {name.partition(".")[0]: policy for name, policy in _POLICIES.items()}
+"""Of `torch.softmax` and `Tensor.softmax`, which name no overload."""
+
+
+@cache
+def _policy(op: Any) -> frozenset[str] | None:
+    written = str(op)
+    if written.startswith("aten."):  # an overload: aten.softmax.int
+        return _POLICIES.get(written.removeprefix("aten.").removesuffix(".default"))
+    name = getattr(op, "__name__", "")
+    return _OF_FUNCTIONS.get(name, _OF_FUNCTIONS.get(name.strip("_")))  # __matmul__
+
+
+def _told(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call names the dtype of its result."""
+    return kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
+
+
+def _eligible(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64
