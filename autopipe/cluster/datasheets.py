@@ -32,10 +32,12 @@ class Datasheet:
     `memory` is in bytes, as `torch.cuda.get_device_properties` reports it: 0.2 to 0.8 GiB below
     the nominal GiB, and another sixteenth below on GDDR6 with error correction (L4, L40S, T4).
     `flops` are peaks by dtype, where the device has the dtype; fp32 is without TF32, as torch
-    computes unless told otherwise. `within` and `between` name the `LINKS` that join it to a
-    device of its node and of another node in the machines it is usually sold in, `host` the one to
-    its host's memory, its own plug. `matmul_share` is the share of the peaks that large matmuls
-    reach, `steady` the share of that in a long run.
+    computes unless told otherwise, and fp64 with tensor cores where they have it. GPUs for games
+    and inference have 1/64 of fp32's rate (Turing 1/32), which their sheets leave out. `within` and
+    `between` name the `LINKS` that join it to a device of its node and of another node in the
+    machines it is usually sold in, `host` the one to its host's memory, its own plug.
+    `matmul_share` is the share of the peaks that large matmuls reach, `steady` the share of that in
+    a long run.
     """
 
     memory: float
@@ -114,7 +116,7 @@ LINKS: dict[str, LinkSheet] = {
 DEVICES: dict[str, Datasheet] = {
     "A100-40GB": Datasheet(
         memory=39.4 * GIB,
-        flops={"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+        flops={"fp32": 19.5e12, "fp64": 19.5e12, "bf16": 312e12, "fp16": 312e12},
         bandwidth=1.555e12,
         within="NVLink 3",
         between="InfiniBand HDR",
@@ -124,7 +126,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "A100-80GB": Datasheet(
         memory=79.1 * GIB,
-        flops={"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+        flops={"fp32": 19.5e12, "fp64": 19.5e12, "bf16": 312e12, "fp16": 312e12},
         bandwidth=2.039e12,
         within="NVLink 3",
         between="InfiniBand HDR",
@@ -134,7 +136,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "A100-PCIe-80GB": Datasheet(
         memory=79.1 * GIB,
-        flops={"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+        flops={"fp32": 19.5e12, "fp64": 19.5e12, "bf16": 312e12, "fp16": 312e12},
         bandwidth=1.935e12,
         within="PCIe 4 x16",
         between="100 GbE",
@@ -144,7 +146,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "H100-80GB": Datasheet(
         memory=79.1 * GIB,
-        flops={"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+        flops={"fp32": 67e12, "fp64": 67e12, "bf16": 989e12, "fp16": 989e12},
         bandwidth=3.35e12,
         within="NVLink 4",
         between="InfiniBand NDR",
@@ -154,7 +156,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "H200": Datasheet(
         memory=139.8 * GIB,
-        flops={"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+        flops={"fp32": 67e12, "fp64": 67e12, "bf16": 989e12, "fp16": 989e12},
         bandwidth=4.8e12,
         within="NVLink 4",
         between="InfiniBand NDR",
@@ -164,7 +166,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "V100-32GB": Datasheet(
         memory=31.7 * GIB,
-        flops={"fp32": 15.7e12, "fp16": 125e12},
+        flops={"fp32": 15.7e12, "fp64": 7.8e12, "fp16": 125e12},
         bandwidth=0.9e12,
         within="NVLink 2",
         between="InfiniBand EDR",
@@ -173,7 +175,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "L40S": Datasheet(
         memory=44.4 * GIB,
-        flops={"fp32": 91.6e12, "bf16": 362e12, "fp16": 362e12},
+        flops={"fp32": 91.6e12, "fp64": 91.6e12 / 64, "bf16": 362e12, "fp16": 362e12},
         bandwidth=0.864e12,
         within="PCIe 4 x16",
         between="100 GbE",
@@ -182,7 +184,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "L4": Datasheet(
         memory=22.0 * GIB,
-        flops={"fp32": 30.3e12, "bf16": 121e12, "fp16": 121e12},
+        flops={"fp32": 30.3e12, "fp64": 30.3e12 / 64, "bf16": 121e12, "fp16": 121e12},
         bandwidth=0.3e12,
         within="PCIe 4 x16",
         between="100 GbE",
@@ -191,7 +193,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "T4": Datasheet(
         memory=14.5 * GIB,
-        flops={"fp32": 8.1e12, "fp16": 65e12},
+        flops={"fp32": 8.1e12, "fp64": 8.1e12 / 32, "fp16": 65e12},
         bandwidth=0.32e12,
         within="PCIe 3 x16",
         between="100 GbE",
@@ -200,7 +202,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "RTX4090": Datasheet(
         memory=23.6 * GIB,
-        flops={"fp32": 82.6e12, "bf16": 165.2e12, "fp16": 165.2e12},
+        flops={"fp32": 82.6e12, "fp64": 82.6e12 / 64, "bf16": 165.2e12, "fp16": 165.2e12},
         bandwidth=1.008e12,
         within="PCIe 4 x16",
         between="100 GbE",
@@ -209,7 +211,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "H100-PCIe-80GB": Datasheet(
         memory=79.1 * GIB,
-        flops={"fp32": 51e12, "bf16": 756e12, "fp16": 756e12},
+        flops={"fp32": 51e12, "fp64": 51e12, "bf16": 756e12, "fp16": 756e12},
         bandwidth=2.0e12,
         within="PCIe 5 x16",
         between="InfiniBand NDR",
@@ -219,7 +221,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "H100-96GB": Datasheet(
         memory=94.5 * GIB,
-        flops={"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+        flops={"fp32": 67e12, "fp64": 67e12, "bf16": 989e12, "fp16": 989e12},
         bandwidth=2.4e12,
         within="NVLink 4",
         between="InfiniBand NDR",
@@ -231,7 +233,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "H800-80GB": Datasheet(
         memory=79.1 * GIB,
-        flops={"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+        flops={"fp32": 67e12, "fp64": 1e12, "bf16": 989e12, "fp16": 989e12},
         bandwidth=3.35e12,
         within="NVLink 4, H800",
         between="InfiniBand NDR",
@@ -241,7 +243,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "B200": Datasheet(
         memory=178.4 * GIB,
-        flops={"fp32": 75e12, "bf16": 2250e12, "fp16": 2250e12},
+        flops={"fp32": 75e12, "fp64": 37e12, "bf16": 2250e12, "fp16": 2250e12},
         bandwidth=8e12,
         within="NVLink 5",
         between="InfiniBand NDR",
@@ -252,7 +254,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "GB200": Datasheet(
         memory=184.0 * GIB,
-        flops={"fp32": 80e12, "bf16": 2500e12, "fp16": 2500e12},
+        flops={"fp32": 80e12, "fp64": 40e12, "bf16": 2500e12, "fp16": 2500e12},
         bandwidth=8e12,
         within="NVLink 5",
         between="InfiniBand NDR",
@@ -263,7 +265,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "GB300": Datasheet(
         memory=277.0 * GIB,
-        flops={"fp32": 80e12, "bf16": 2500e12, "fp16": 2500e12},
+        flops={"fp32": 80e12, "fp64": 1.3e12, "bf16": 2500e12, "fp16": 2500e12},
         bandwidth=8e12,
         within="NVLink 5",
         between="InfiniBand XDR",
@@ -274,7 +276,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "B300": Datasheet(
         memory=267.0 * GIB,
-        flops={"fp32": 75e12, "bf16": 2250e12, "fp16": 2250e12},
+        flops={"fp32": 75e12, "fp64": 1.2e12, "bf16": 2250e12, "fp16": 2250e12},
         bandwidth=8e12,
         within="NVLink 5",
         between="InfiniBand XDR",
@@ -285,7 +287,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "V100-16GB": Datasheet(
         memory=15.8 * GIB,
-        flops={"fp32": 15.7e12, "fp16": 125e12},
+        flops={"fp32": 15.7e12, "fp64": 7.8e12, "fp16": 125e12},
         bandwidth=0.9e12,
         within="NVLink 2",
         between="InfiniBand EDR",
@@ -294,7 +296,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "A10G": Datasheet(
         memory=22.0 * GIB,
-        flops={"fp32": 35e12, "bf16": 70e12, "fp16": 70e12},
+        flops={"fp32": 35e12, "fp64": 35e12 / 64, "bf16": 70e12, "fp16": 70e12},
         bandwidth=0.6e12,
         within="PCIe 4 x16",
         between="100 GbE",
@@ -303,7 +305,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "RTX3090": Datasheet(
         memory=23.6 * GIB,
-        flops={"fp32": 35.6e12, "bf16": 71e12, "fp16": 71e12},
+        flops={"fp32": 35.6e12, "fp64": 35.6e12 / 64, "bf16": 71e12, "fp16": 71e12},
         bandwidth=0.936e12,
         within="PCIe 4 x16",
         between="100 GbE",
@@ -312,7 +314,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "RTXA6000": Datasheet(
         memory=47.5 * GIB,
-        flops={"fp32": 38.7e12, "bf16": 154.8e12, "fp16": 154.8e12},
+        flops={"fp32": 38.7e12, "fp64": 38.7e12 / 64, "bf16": 154.8e12, "fp16": 154.8e12},
         bandwidth=0.768e12,
         within="PCIe 4 x16",
         between="100 GbE",
@@ -321,7 +323,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "A40": Datasheet(
         memory=44.4 * GIB,
-        flops={"fp32": 37.4e12, "bf16": 149.7e12, "fp16": 149.7e12},
+        flops={"fp32": 37.4e12, "fp64": 37.4e12 / 64, "bf16": 149.7e12, "fp16": 149.7e12},
         bandwidth=0.696e12,
         within="PCIe 4 x16",
         between="100 GbE",
@@ -330,7 +332,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "A800-80GB": Datasheet(
         memory=79.1 * GIB,
-        flops={"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+        flops={"fp32": 19.5e12, "fp64": 19.5e12, "bf16": 312e12, "fp16": 312e12},
         bandwidth=2.039e12,
         within="NVLink 3, A800",
         between="InfiniBand HDR",
@@ -340,7 +342,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "GH200": Datasheet(
         memory=94.5 * GIB,
-        flops={"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+        flops={"fp32": 67e12, "fp64": 67e12, "bf16": 989e12, "fp16": 989e12},
         bandwidth=4.0e12,
         within="NVLink 4",
         between="InfiniBand NDR",
@@ -350,7 +352,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "MI250X": Datasheet(
         memory=64.0 * GIB,
-        flops={"fp32": 47.9e12 / 2, "bf16": 383e12 / 2, "fp16": 383e12 / 2},
+        flops={"fp32": 47.9e12 / 2, "fp64": 95.7e12 / 2, "bf16": 383e12 / 2, "fp16": 383e12 / 2},
         bandwidth=3.28e12 / 2,
         within="Infinity Fabric 3",
         between="InfiniBand HDR",
@@ -359,7 +361,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "MI300X": Datasheet(
         memory=191.7 * GIB,
-        flops={"fp32": 163.4e12, "bf16": 1307e12, "fp16": 1307e12},
+        flops={"fp32": 163.4e12, "fp64": 163.4e12, "bf16": 1307e12, "fp16": 1307e12},
         bandwidth=5.3e12,
         within="Infinity Fabric 4",
         between="InfiniBand NDR",
@@ -369,7 +371,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "MI325X": Datasheet(
         memory=255.7 * GIB,
-        flops={"fp32": 163.4e12, "bf16": 1307e12, "fp16": 1307e12},
+        flops={"fp32": 163.4e12, "fp64": 163.4e12, "bf16": 1307e12, "fp16": 1307e12},
         bandwidth=6.0e12,
         within="Infinity Fabric 4",
         between="InfiniBand NDR",
@@ -379,7 +381,7 @@ DEVICES: dict[str, Datasheet] = {
     ),
     "MI355X": Datasheet(
         memory=287.5 * GIB,
-        flops={"fp32": 157.3e12, "bf16": 2500e12, "fp16": 2500e12},
+        flops={"fp32": 157.3e12, "fp64": 78.6e12, "bf16": 2500e12, "fp16": 2500e12},
         bandwidth=8.0e12,
         within="Infinity Fabric 4, MI355X",
         between="InfiniBand NDR",

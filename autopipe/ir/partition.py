@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -73,7 +73,8 @@ def legal_cuts(flow: Dataflow) -> tuple[int, ...]:
 
     A cut is before a node that is not local. It must not separate nodes that use a buffer or input
     if one of them writes it. If a storage is written later, a cut must not send two of its aliases,
-    nor one that is read after the write: a third stage would receive the old value.
+    nor one that is read after the write: a third stage would receive the old value. A parameter
+    that forward masks is where its mask is.
     """
     nodes = flow.graph.nodes
     legal = [position > 0 and not local for position, local in enumerate(flow.local)]
@@ -89,8 +90,20 @@ def legal_cuts(flow: Dataflow) -> tuple[int, ...]:
             next_write = next(writer for writer in flow.writers[root] if writer >= cut)
             if len(crossing) > 1 or any(used[-1] > next_write for used in crossing):
                 legal[cut] = False
+    for masked in _masked_groups(flow):
+        used = sorted(position for value in masked for position in flow.users.get(value, ()))
+        for cut in range(used[0] + 1, used[-1] + 1) if used else ():
+            legal[cut] = False
     assert len(legal) == len(nodes)
     return tuple(position for position, fine in enumerate(legal) if fine)
+
+
+def _masked_groups(flow: Dataflow) -> Iterator[list[Value]]:
+    """Each parameter that forward changes by buffers, and these (`StateSpec.projection`)."""
+    for name, state in flow.graph.states.items():
+        _, given = state.projection or ("", ())
+        if buffers := [value for value in given if isinstance(value, State)]:
+            yield [State(name), *buffers]
 
 
 def _written_groups(flow: Dataflow) -> dict[Value, list[Value]]:

@@ -17,6 +17,7 @@ import json
 import os
 import random
 import signal
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -164,7 +165,10 @@ def tried(subject: Subject, way: Way, rows: Path) -> None:
             if again.outcome == "right":  # a mistake would stay in fp64
                 row = replace(row, outcome="right", cause="", reference="eager in fp64")
     except Exception as error:
-        write(failed(subject.name, way.name, error))
+        row = failed(subject.name, way.name, error)
+        if row.outcome == "crashed":
+            time.sleep(2)  # a peer may know the reason, and torchrun ends this rank with it
+        write(row)
         os._exit(1)  # other ranks wait for this one
     signal.alarm(0)
     if first:

@@ -130,6 +130,31 @@ def test_nodes_that_touch_a_written_buffer_stay_together():
     """)
 
 
+class Masked(nn.Module):
+    """Masks the weight of its second layer in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("mask", torch.ones(8, 8).tril())
+
+    def forward(self, x):
+        hidden = self.first(x).relu()
+        self.second.weight.data *= self.mask
+        return self.second(hidden).square().mean()
+
+
+def test_a_weight_that_forward_masks_is_where_its_mask_is():
+    """Bug: a rank had the weight alone, and its first optimizer step ended in a KeyError."""
+    trace = trace_model(Masked(), lambda rows: {"x": torch.randn(rows, 8)})
+    flow = analyse(trace.graph)
+    cuts = legal_cuts(flow)
+    assert len(cuts) > 2
+    for cut in cuts:
+        for stage in partition(flow, [cut]):
+            assert ("second.weight" in stage.states) == ("mask" in stage.states), cut
+
+
 def test_no_cut_stands_before_a_node_that_is_made_again():
     def run(m, x):
         y = m.first(x)
