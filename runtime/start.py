@@ -56,7 +56,7 @@ from autopipe.stages.bind import (
 )
 from autopipe.tracing.source import Source, bare, trace_as_planned
 from autopipe.tracing.trace import Trace
-from autopipe.util import allocator
+from autopipe.util import host_memory
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def join(plan: Plan) -> JoinedRank:
     place = plan.mesh.places[number]
     device = _device(place)
     if device.type == "cpu":
-        allocator.keep()
+        host_memory.keep()
     else:  # not on the CPU: a process that has set a GPU holds memory on it
         torch.cuda.set_device(device)
     alone = len(plan.mesh.places) == 1

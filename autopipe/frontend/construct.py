@@ -1,14 +1,13 @@
 """A model without memory for its weights: by its constructor, or as a copy of a model.
 
-A constructor has three attempts; each makes parameters fake (a shape without memory) at a later
-moment:
+A constructor has three attempts, each of which makes parameters fake at a later moment:
 
     1  when a parameter is registered: nothing is ever written to its memory
     2  if the constructor reads weights: when the parameter's module is attached to another one
     3  if it reads them even then: when the whole model is built
 
 Buffers are real, since Python may read them. Tensors that a constructor asks for on the meta device
-are made on the CPU (`on_cpu`), so that initialisers can fill them and Python can read them.
+or a GPU are made on the CPU (`on_cpu`): initialisers can fill them, and Python can read them.
 
 A copy has hooks that close over the copy; `copy.deepcopy` leaves functions as they are:
 
@@ -18,18 +17,14 @@ A copy has hooks that close over the copy; `copy.deepcopy` leaves functions as t
 from __future__ import annotations
 
 import copy
-import fcntl
-import os
-import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import CellType, FunctionType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -46,11 +41,14 @@ from autopipe.ir.torch_private import (
     fake_mode,
     fake_parameter,
     is_fake,
+    no_function_modes,
     storage_key,
 )
 from autopipe.util import numbers
+from autopipe.util.host_memory import in_turn
 
 Factory = Callable[[], nn.Module]
+_CPU = torch.device("cpu")
 
 
 def build_fake(
@@ -188,52 +186,63 @@ def _root(error: BaseException) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    root = _root(error)
-    return f"{type(root).__name__}: {root}".splitlines()[0]
-
-
-@contextmanager
-def in_turn() -> Iterator[None]:
-    """Let one process of this machine and user at a time hold a whole model in host memory."""
-    path = Path(tempfile.gettempdir()) / f"autopipe-{os.getuid()}.lock"
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    return f"{type(_root(error)).__name__}: {_root(error)}".splitlines()[0]
 
 
 class _OnCPU(TorchFunctionMode):
-    def __init__(self, instead: AbstractContextManager[object] | None) -> None:
+    def __init__(self, kinds: Collection[str], instead: Any = None) -> None:
         super().__init__()
-        self.instead = instead
+        self.kinds, self.instead = kinds, instead
+
+    def __enter__(self) -> Any:
+        self._until = ExitStack()
+        if torch.get_default_device().type in self.kinds:
+            self._until.enter_context(_CPU)
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._until.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = tuple(_CPU if _is_meta(arg) else arg for arg in args)
-        kwargs = {k: _CPU if _is_meta(arg) else arg for k, arg in (kwargs or {}).items()}
-        with _CPU if torch.get_default_device().type == "meta" else nullcontext():
-            try:
+        args = tuple(map(self._here, args[:1] if func is torch.device else args))  # no index
+        kwargs = {key: self._here(arg) for key, arg in (kwargs or {}).items()}
+        if func is Tensor.cuda:
+            return args[0]
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if self.instead is None or "can't allocate memory" not in str(error):
+                raise
+            with self.instead:
                 return func(*args, **kwargs)
-            except RuntimeError as error:
-                if self.instead is None or "can't allocate memory" not in str(error):
-                    raise
-                with self.instead:
-                    return func(*args, **kwargs)
+
+    def _here(self, arg: Any) -> Any:
+        if isinstance(arg, str | torch.device):
+            return type(arg)("cpu") if str(arg).partition(":")[0] in self.kinds else arg
+        if type(arg) in (list, tuple) and any(isinstance(part, Tensor) for part in arg):
+            return type(arg)(map(self._here, arg))
+        return arg.cpu() if isinstance(arg, Tensor) and _is_on_gpu(arg) else arg
 
 
-_CPU = torch.device("cpu")
-
-
-def _is_meta(arg: object) -> bool:
-    return isinstance(arg, str | torch.device) and str(arg) == "meta"
+def _is_on_gpu(tensor: Tensor) -> bool:
+    with no_function_modes():  # to ask is no call of the user's
+        return tensor.device.type == "cuda"
 
 
 def on_cpu(instead: AbstractContextManager[object] | None = None) -> TorchFunctionMode:
-    """Within, tensors asked for on the meta device are made on the CPU, with values.
+    """Within, tensors asked for on the meta device or on a GPU are made on the CPU, with values.
 
     Args:
         instead: the mode of fake tensors in which that is made which host memory has no room for,
             as the experts of a layer in one parameter; None: torch's error is raised.
     """
-    return _OnCPU(instead)
+    return _OnCPU(("meta", "cuda"), instead)
+
+
+def off_gpus() -> TorchFunctionMode:
+    """Within, what code puts on a GPU by its name is on the CPU, where models are traced."""
+    return _OnCPU(("cuda",))
 
 
 def fake_copy(model: nn.Module) -> nn.Module:

@@ -34,6 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.errors import ModelError
 from autopipe.frontend import hf_folder, user_lines
+from autopipe.frontend.construct import off_gpus
 from autopipe.frontend.optimizer import CUSTOM, Named, optimizer_named, takes_names, without_names
 from autopipe.onnx_files import source as onnx_source
 from autopipe.planfile.contents import LOSS_OVER, ROWS, Plan
@@ -285,7 +286,7 @@ def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) 
     """Wrap a user's function: check its result, and name the user's line in its errors."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with user_lines.told(what):
+        with user_lines.told(what), off_gpus():
             result = function(*args, **kwargs)
         if gives is not None and not isinstance(result, _RESULTS[gives]):
             raise ModelError(

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -139,6 +140,9 @@ def ran(action: Callable[[], Any], what: str) -> Any:
             f"{place or what}: {what} cannot be run: {type(error).__name__}: {error}",
             hint=_missing(error) or "does it go well by itself? --debug shows all calls",
         ) from error
+    finally:
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_default_device(None)  # that of a file which trains by itself
 
 
 def _missing(error: Exception) -> str | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
-from autopipe.frontend.construct import fake_copy
+from autopipe.frontend.construct import fake_copy, off_gpus
 from autopipe.frontend.loss import Loss
 from autopipe.ir import opaque_ops
 from autopipe.ir.graph import REGION_OP, Graph, Node
@@ -242,7 +242,8 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     _set(inner, latest)  # a backward may have come back to those of an earlier micro-batch
     put(model, region.finds)
     before = {path: {**vars(module)} for path, module in inner.items()}
-    with one_process() if torch.distributed.is_initialized() else nullcontext():
+    here = off_gpus() if all(tensor.device.type == "cpu" for tensor in tensors) else nullcontext()
+    with one_process() if torch.distributed.is_initialized() else nullcontext(), here:
         made = _code(running, model, tensors)(*args, **kwargs)
     for name, own, (copied, known) in zip(region.written, written, versions, strict=True):
         now = state_of(model, name)

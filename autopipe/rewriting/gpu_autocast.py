@@ -1,6 +1,6 @@
 """Autocast as a GPU has it, on tensors of a CPU: in which dtype an op computes.
 
-    linear, matmul, convolutions, attention     in 16 bits
+    linear, matmul, convolutions, attention     in 16 bits; recurrent layers in fp16
     exp, pow, norms, losses, interpolations     in fp32
     softmax, sum, cumsum, prod                  in fp32, unless they are told a dtype
     addcmul, index_put, scatter_add             in the widest dtype of their arguments
@@ -67,11 +67,14 @@ WIDEST = frozenset(
 )
 """In the widest dtype of their arguments."""
 
-LOWER_WITHIN = frozenset(
-    "conv1d.padding conv2d.padding conv3d.padding gru.input lstm.input "
-    "rnn_tanh.input rnn_relu.input".split()
-)
+LOWER_WITHIN = frozenset("conv1d.padding conv2d.padding conv3d.padding".split())
 """Ops that call some in 16 bits and return what these give."""
+
+HALF_WITHIN = frozenset(
+    "gru.input gru.data lstm.input lstm.data rnn_tanh.input rnn_tanh.data rnn_relu.input "
+    "rnn_relu.data".split()
+)
+"""In fp16 whatever the autocast's dtype is: cuDNN's kernels (ATen's cudnn/AutocastRNN.cpp)."""
 
 FP32_WITHIN = frozenset(
     "square cross_entropy_loss nll_loss_nd pairwise_distance linalg_norm linalg_norm.ord_str "
@@ -141,7 +144,8 @@ def cast(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     wide = policy in (FP32, FP32_WITHIN) or (
         policy is WIDEST and any(x.dtype == torch.float32 for x in leaves)
     )
-    to = torch.float32 if wide else dtype
+    low = torch.float16 if policy is HALF_WITHIN else dtype
+    to = torch.float32 if wide else low
     found: Call = tree_map(lambda leaf: leaf.to(to) if _eligible(leaf) else leaf, (args, kwargs))
     return found
 
@@ -166,7 +170,7 @@ def _emulated(dtype: torch.dtype | None) -> Iterator[None]:
         _dtype.reset(token)
 
 
-_LISTS = (LOWER, LOWER_WITHIN, FP32, FP32_WITHIN, FP32_UNLESS_TOLD, WIDEST)
+_LISTS = (LOWER, LOWER_WITHIN, HALF_WITHIN, FP32, FP32_WITHIN, FP32_UNLESS_TOLD, WIDEST)
 _POLICIES = {name: names for names in _LISTS for name in names}
 _OF_FUNCTIONS = {name.partition(".")[0]: policy for name, policy in _POLICIES.items()}
 """Of `torch.softmax` and `Tensor.softmax`, which name no overload."""

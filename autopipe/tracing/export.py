@@ -22,6 +22,7 @@ from autopipe.eager.kept import left_by, restoring
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import refusals, user_lines
+from autopipe.frontend.construct import off_gpus
 from autopipe.frontend.extremes import chosen_by_tensors
 from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss, plain_tree
 from autopipe.frontend.quiet import libraries_hushed
@@ -141,12 +142,12 @@ class Program(nn.Module):
     def _results(self, batch: Any, args: Any, kwargs: Any) -> Any:
         if self.kept is not None:
             args, kwargs = cast((args, kwargs), torch.float32, self.kept)
-        with without_cache(self.model), self._buffers_written():
+        with without_cache(self.model), off_gpus(), self._buffers_written():
             outputs = self.model(*args, **kwargs)
         if self.kept is not None and self.loss is not None:
             outputs = cast(outputs, self.kept, torch.float32)
         left = left_by(self.model, self.twins if self.loss is not None else ())
-        with left, self._buffers_written_by_loss():
+        with left, off_gpus(), self._buffers_written_by_loss():
             loss = outputs_to_loss(outputs, batch, vars(self.model).get(LOSS), self.model)
         found = tuple(loss) if isinstance(loss, SumCount) else (loss,)
         if self._with_outputs:

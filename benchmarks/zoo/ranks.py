@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import autopipe
@@ -58,9 +58,6 @@ T = TypeVar("T")
 
 AUTOCAST = {"bf16-autocast": torch.bfloat16, "fp16-autocast": torch.float16}
 """What plain PyTorch is told to compute in, by the precision of a plan."""
-
-LIMIT = 120
-"""Seconds that a model may take."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +118,7 @@ def main() -> None:
     add("--gpu", action="store_true", help="on a GPU, shared if there are fewer than ranks")
     add("--precision", default="fp32", choices=("fp32", *AUTOCAST), help="of plans")
     add("--share", default="0/1", help="2/5: the third of five shares of the models")
+    add("--limit", type=int, default=120, help="seconds that a model may take")
     chosen = parser.parse_args()
     way = Way(chosen.way, chosen.precision, "cuda" if chosen.gpu else "cpu")
     importable()  # before transformers is
@@ -137,7 +135,7 @@ def main() -> None:
     done = from_first(lambda: _begun(chosen.to, way))
     for subject in subjects[number::shares]:
         if subject.name not in done:
-            tried(subject, way, chosen.to)
+            tried(subject, way, chosen.to, chosen.limit)
     dist.destroy_process_group()
 
 
@@ -147,8 +145,12 @@ def _begun(rows: Path, way: Way) -> set[str]:
     return {row["model"] for row in map(json.loads, lines) if row["what"] == way.name}
 
 
-def tried(subject: Subject, way: Way, rows: Path) -> None:
-    """Try a model; the file gets a row as it begins, and another one of what comes of it."""
+def tried(subject: Subject, way: Way, rows: Path, limit: int) -> None:
+    """Try a model; the file gets a row as it begins, and another one of what comes of it.
+
+    Args:
+        limit: seconds, after which its ranks end.
+    """
 
     def write(row: Row) -> None:
         with rows.open("a") as file:
@@ -157,7 +159,7 @@ def tried(subject: Subject, way: Way, rows: Path) -> None:
     first = dist.get_rank() == 0
     if first:
         write(Row(subject.name, way.name, "crashed", "the ranks ended"))
-    signal.alarm(LIMIT)
+    signal.alarm(limit)
     try:
         row = outcome(subject, way)
         if row.outcome == "wrong" and way.precision == "fp32":
@@ -230,6 +232,10 @@ def planned(subject: Subject, way: Way, in_doubles: bool) -> Planned | Row:
     tried = Tried(subject, model, way.cluster, way.precision)
     if tried.random:
         return Row(subject.name, way.name, "not built", "draws random numbers")
+    if len(tried.trace.graph.outputs) > 1:
+        return Row(subject.name, way.name, "not built", "its loss is a sum and a count")
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.build().modules()):
+        return Row(subject.name, way.name, "not built", "its plain PyTorch would ask other ranks")
     pp, tp = SPLITS[way.split]
     plan = tried.plan(pp, tp)
     share = dealt(plan, tried.trace.graph) if tp > 1 else None
@@ -262,8 +268,8 @@ def eager(given: Model, way: Way, specs: Sequence[InputSpec]) -> Result:
     """What plain PyTorch computes over the same micro-batches; the mean of its losses."""
     dtype = AUTOCAST.get(way.precision)
     parts = tree_map(partial(_on, way.device), micro_batches(specs, given))
-    with torch.autocast(way.device, dtype, enabled=dtype is not None):
-        found = unsplit(given, given.build().to(way.device), parts)
+    autocast = partial(torch.autocast, way.device, dtype, enabled=dtype is not None)
+    found = unsplit(given, given.build().to(way.device), parts, autocast)
     mean = torch.stack([loss.sum().float() for loss in found.losses]).mean().cpu()
     return Result([mean], _on_cpu(found.gradients), _on_cpu(found.buffers))
 

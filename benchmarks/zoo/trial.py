@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import Any
@@ -289,11 +290,21 @@ def micro_batches(specs: Sequence[InputSpec], given: Model) -> list[Any]:
     return [batches.rebuild(batch, part) for part in parts]
 
 
-def unsplit(given: Model, model: nn.Module, parts: Sequence[Any]) -> Result:
-    """What plain PyTorch computes over some micro-batches, where the model lies."""
+def unsplit(
+    given: Model,
+    model: nn.Module,
+    parts: Sequence[Any],
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Result:
+    """What plain PyTorch computes over some micro-batches, where the model lies.
+
+    Args:
+        around: what its forward stands in.
+    """
     losses = []
     for part in parts:
-        loss = given.eager(model, part)
+        with around():
+            loss = given.eager(model, part)
         (loss.sum() / len(parts)).backward()
         losses.append(loss.detach())
     named = model.named_parameters()

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from autopipe.errors import ModelError
 from autopipe.frontend import unwritten
-from autopipe.frontend.construct import Factory, in_turn, on_cpu
+from autopipe.frontend.construct import Factory, on_cpu
 from autopipe.frontend.transformers_adapter import initialiser
 from autopipe.ir.graph import Graph, StateSpec
 from autopipe.ir.torch_private import is_fake
 from autopipe.runtime.parameters.weights import read
 from autopipe.tracing.source import available_memory, parameter_bytes
 from autopipe.util import numbers
+from autopipe.util.host_memory import in_turn
 from autopipe.util.seeding import seed as derive_seed
 
 

@@ -47,7 +47,7 @@ from autopipe.cluster.measured import (
 from autopipe.runtime.probe import chains, microbench
 from autopipe.runtime.probe.microbench import WINDOW, Budget, now
 from autopipe.sharding.torch_names import all_gather_single, reduce_scatter_single
-from autopipe.util import allocator, codec
+from autopipe.util import codec, host_memory
 
 SECONDS = {
     **dict.fromkeys(DTYPES, 0.8),
@@ -148,7 +148,7 @@ def _take_part(rank: int, request: Request) -> None:
     if cuda:
         torch.cuda.set_device(device)
     else:
-        allocator.keep()  # as a rank does
+        host_memory.keep()  # as a rank does
     torch.set_num_threads(request.threads)
     if request.processes > 1:
         dist.init_process_group(

@@ -41,6 +41,7 @@ CASES = {
         lambda: aten.upsample_nearest1d.vec(LOW[None], None, [2.0]),
         torch.float32,
     ),
+    "a recurrent layer": (lambda: nn.GRU(8, 8)(HIGH)[0], torch.float16),
     "fp64 stays": (lambda: F.linear(HIGH.double(), torch.randn(8, 8).double()), torch.float64),
 }
 """As "CUDA Op-Specific Behavior" of torch's documentation says."""

@@ -11,11 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
-from autopipe.frontend import construct
 from autopipe.frontend.construct import build_fake
 from autopipe.runtime.parameters.materialize import Origin, materialize
 from autopipe.tracing.source import available_memory
-from autopipe.util import numbers
+from autopipe.util import host_memory, numbers
 from tests.support.inprocess import Cut, cut
 from tests.support.staged import trace_model
 from tests.support.zoo import ZOO
@@ -239,11 +238,11 @@ def test_the_system_says_how_much_memory_there_is() -> None:
 
 def test_a_stage_can_be_built_only_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """While one process of a machine holds the whole model, the next one waits."""
-    monkeypatch.setattr(construct.tempfile, "gettempdir", lambda: str(tmp_path))
-    lock = tmp_path / f"autopipe-{construct.os.getuid()}.lock"
-    with construct.in_turn(), lock.open("w") as other:
+    monkeypatch.setattr(host_memory.tempfile, "gettempdir", lambda: str(tmp_path))
+    lock = tmp_path / f"autopipe-{host_memory.os.getuid()}.lock"
+    with host_memory.in_turn(), lock.open("w") as other:
         with pytest.raises(BlockingIOError):
-            construct.fcntl.flock(other, construct.fcntl.LOCK_EX | construct.fcntl.LOCK_NB)
+            host_memory.fcntl.flock(other, host_memory.fcntl.LOCK_EX | host_memory.fcntl.LOCK_NB)
 
 
 class HalfMade(nn.Module):

@@ -1,4 +1,4 @@
-"""Keep freed pages mapped (mallopt), to avoid page faults in a CPU rank's training loop.
+"""How a process holds host memory: freed pages stay mapped (mallopt), whole models come in turn.
 
 By default glibc returns freed memory to the kernel and gets it back page by page: each step of
 training touches all of its activations and gradients as if for the first time. In a virtual machine
@@ -9,7 +9,12 @@ Each step needs as much memory as the one before, so no kept page stays unused.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD (malloc.h)."""
@@ -27,3 +32,12 @@ def keep() -> bool:
     if mallopt is None or any(name in os.environ for name in _OWN):
         return False
     return all(mallopt(name, KEPT) for name in (_TRIM_THRESHOLD, _MMAP_THRESHOLD))
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Let one process of this machine and user at a time hold a whole model in host memory."""
+    path = Path(tempfile.gettempdir()) / f"autopipe-{os.getuid()}.lock"
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
