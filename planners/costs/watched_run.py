@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from autopipe.errors import ModelError
 from autopipe.ir.dataflow import Dataflow, analyse
-from autopipe.ir.graph import shape_at
+from autopipe.ir.graph import Node, shape_at
 from autopipe.ir.partition import partition
 from autopipe.ir.repeats import Short
 from autopipe.ir.torch_private import fake_mode, storage_key
@@ -21,7 +22,7 @@ from autopipe.stages.dry_run import fake_state
 from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.node_calls import NODE_NAME
 from autopipe.stages.op_tape import SEGMENT, marking
-from autopipe.stages.precision import Arithmetic, arithmetic, saves_wide, wide_statistics
+from autopipe.stages.precision import Arithmetic, arithmetic, current, saves_wide, wide_statistics
 from autopipe.util.progress import Done
 
 POSITION = "autopipe_position"
@@ -60,7 +61,8 @@ class Watch(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
         self.kept: dict[int, KeptStorage] = {}
         self.looks: dict[int, tuple[_TensorLook | None, ...]] = {}
-        self._index = flow.graph.index
+        self.extra_traceback = False  # torch would add its own names of nodes to a sentence
+        self._nodes, self._index = flow.graph.nodes, flow.graph.index
         self._owned = owned
         self._made: dict[int, int] = {}
         self._writing = {p for positions in flow.writers.values() for p in positions}
@@ -76,7 +78,12 @@ class Watch(fx.Interpreter):
         with ExitStack() as stack:
             stack.enter_context(marking(POSITION, self._position))
             stack.enter_context(marking(SEGMENT, self._segments[self._position]))
-            result = super().run_node(n)
+            try:
+                result = super().run_node(n)
+            except RuntimeError as error:
+                if name is None or not current().autocast:  # else a bug
+                    raise
+                raise _refused(self._nodes[self._position], error) from error
         self._done()
         made = result if isinstance(result, list | tuple) else [result]
         if name is not None:
@@ -159,3 +166,13 @@ def watched_stage(
         owned = {storage_key(t) for t in (*states.values(), *inputs, *how.copies.values())}
         inside = segments or [None] * len(graph.nodes)
         yield WatchedStage(flow, lowered, inputs, how, precision, inside, owned)
+
+
+def _refused(node: Node, error: RuntimeError) -> ModelError:
+    """An op that torch does not compute of what autocast makes of its arguments."""
+    return ModelError(
+        f"{node.place or node.name}: under autocast {node.short} raises {type(error).__name__}: "
+        f"{str(error).splitlines()[0]}",
+        hint="compute it in fp32, as torch.autocast asks for: x.float(); or plan with --precision "
+        "fp32",
+    )

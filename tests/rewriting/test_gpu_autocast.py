@@ -5,6 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import autopipe
+from autopipe.cluster.spec import parse
+from autopipe.errors import ModelError
 from autopipe.rewriting.for_gpus import for_gpus
 from autopipe.rewriting.gpu_autocast import (
     FP32,
@@ -15,6 +18,7 @@ from autopipe.rewriting.gpu_autocast import (
     autocast_of_model,
 )
 from autopipe.stages.dry_run import rehearse
+from tests.support.odd_models import inputs, square
 from tests.support.staged import split, trace_model
 
 aten = torch.ops.aten
@@ -137,3 +141,32 @@ def test_a_softmax_is_sent_as_a_gpu_gives_it():
     model = Softmax()
     assert crossing(model, "softmax", "bf16-autocast", gpus=True) == torch.float32
     assert crossing(model, "softmax", "bf16-autocast", gpus=False) == torch.bfloat16
+
+
+class Spectrum(nn.Module):
+    """Takes a Fourier transform of what autocast has made bf16, which no GPU does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(5, 8)
+
+    def forward(self, x):
+        found = torch.fft.rfft(self.first(x))
+        return self.second(found.abs())
+
+
+def test_an_op_that_does_not_compute_in_16_bits_is_refused_with_its_line():
+    """Bug: planning ended in a traceback; plain PyTorch on a GPU raises too."""
+    with pytest.raises(ModelError) as error:
+        autopipe.plan(
+            Spectrum(),
+            inputs,
+            loss=square,
+            cluster=parse("2xH100-80GB"),
+            batch_size=8,
+            precision="bf16-autocast",
+        )
+    assert "test_gpu_autocast.py" in str(error.value)
+    assert "under autocast fft_rfft raises RuntimeError: Unsupported dtype BFloat16" in str(
+        error.value
+    )
