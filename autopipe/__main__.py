@@ -1,13 +1,21 @@
 """The entry point of `python -m autopipe` and of `torchrun -m autopipe`."""
 
-from autopipe import cli
-from autopipe.util import gc_pause
+import os
+import sys
+
+from autopipe.util.seeding import HASHES, hashes_at_random
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line; a command that called `gc_pause.until_exit` skips torch's teardown."""
+    if hashes_at_random() and sys.executable:  # begin again, as every rank does
+        again = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, HASHES: "0"})
+    from autopipe import cli
+    from autopipe.util import gc_pause
+
     gc_pause.in_a_program()
     try:
         cli.main()

@@ -24,6 +24,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# As `autopipe` has it, which begins anew where it is not set: once is enough.
+os.environ.setdefault("PYTHONHASHSEED", "0")
+
 # The first process of a run makes the folder of `tests/support/traces.py`; the others find it.
 if "AUTOPIPE_TEST_TRACES" not in os.environ:
     os.environ["AUTOPIPE_TEST_TRACES"] = tempfile.mkdtemp(prefix="autopipe-traces-")

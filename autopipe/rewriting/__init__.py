@@ -7,5 +7,6 @@ Beside it what single ops are elsewhere: on GPUs, of which a rehearsal on a CPU 
 Never found here: shards, stages, the choice whether to rewrite.
 
 Other rooms use: `loss_in_parts.in_parts`, `.usual_parts`, `logits.heads`, `fused_attention.fused`,
-`label_counts.label_counts`, `.LabelCounts`, `for_gpus.for_gpus`, `.kernel_of`.
+`label_counts.label_counts`, `.LabelCounts`, `for_gpus.for_gpus`, `gpu_kernels.kernel_of`,
+`gpu_autocast.autocast`, `.autocast_of_model`, `.of_absent_gpus`.
 """

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_patches import patched
+from autopipe.ir.torch_private import tree_map
 from autopipe.rewriting.for_gpus import of_gpus
 
 LOWER = frozenset(
@@ -109,8 +110,8 @@ def autocast_of_model(
     A model is traced on a CPU, where `torch.autocast(x.device.type)` asks for a CPU's. One that
     asks for a GPU's by its name has nothing cast on a CPU.
     """
-    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-    here = "cuda" if of_gpus() else next((tensor.device.type for tensor in tensors), asked)
+    kinds = (tensor.device.type for tensor in tensors_in(arguments))
+    here = "cuda" if of_gpus() else next(kinds, asked)
     if asked not in ("cpu", here):
         return nullcontext()
     return autocast(here, dtype, enabled=enabled)
@@ -140,7 +141,7 @@ def cast(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         if "norm." in str(op):  # whose op names no dtype
             return (args[0].float(), *args[1:]), kwargs
         return args, {**kwargs, "dtype": torch.float32}
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if _eligible(leaf)]
+    leaves = [tensor for tensor in tensors_in((args, kwargs)) if _eligible(tensor)]
     wide = policy in (FP32, FP32_WITHIN) or (
         policy is WIDEST and any(x.dtype == torch.float32 for x in leaves)
     )

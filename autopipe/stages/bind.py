@@ -39,6 +39,7 @@ from autopipe.stages.loss_cut import apart
 from autopipe.stages.precision import PRECISIONS
 from autopipe.stages.whole_loss import WholeLoss
 from autopipe.tracing.trace import Trace
+from autopipe.util.seeding import HASHES, hashes_at_random
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,13 @@ def split_as_planned(
         raise PlanError(
             f"plan.fingerprint: the plan was made for another model or another loss{by}. First "
             f"difference: {fingerprint.first_difference(graph, plan.trail)}",
-            hint="plan again with `autopipe plan`",
+            hint="plan again with `autopipe plan`"
+            + (
+                f"; or start each process with {HASHES}=0: do parts of the model come in the order "
+                "of a set?"
+                if hashes_at_random()
+                else ""
+            ),
         )
     return cut_as_planned(traced, plan, tp, sharding)
 

@@ -148,7 +148,7 @@ class Spectrum(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(5, 8)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(5, 8)
 
     def forward(self, x):
         found = torch.fft.rfft(self.first(x))

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "tracing": "util planfile ir frontend eager opaque rewriting",
     "stages": "util schedules planfile ir frontend tracing sharding rewriting",
     "joint": "util planfile ir frontend tracing sharding stages",
-    "emit": "util schedules planfile ir frontend tracing sharding stages",
+    "emit": "util schedules planfile ir frontend tracing sharding rewriting stages",
     "planners.model": "util cluster schedules planfile",
     "planners.search": "util schedules planfile planners.model",
     "runtime.launch": "util schedules",

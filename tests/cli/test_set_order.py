@@ -1,0 +1,65 @@
+"""A model whose parts come in the order of a set of texts, in processes with seeds of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        scales = {}
+        for number, kind in enumerate({"full", "sliding", "linear", "chunked", "global"}):
+            scales[kind] = torch.full((8,), float(len(kind))) * x.abs()
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * scales["full"] + scales["sliding"]
+        return x.square().mean()
+
+
+def model():
+    return Net()
+
+
+def inputs(rows):
+    return {"x": torch.randn(rows, 8)}
+"""
+
+
+def test_each_process_goes_through_a_set_in_the_same_order(tmp_path: Path) -> None:
+    """Bug: a rank of Gemma 3 or ModernBERT said, every second time, that its plan was made for
+    another model: transformers makes their rotary positions in the order of such a set."""
+    (tmp_path / "model.py").write_text(MODEL)
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONHASHSEED"}
+    found = set()
+    for number in range(3):
+        plan = tmp_path / f"{number}.json"
+        asked = [
+            "plan",
+            "model.py",
+            "--cluster",
+            "2xA100-40GB",
+            "--precision",
+            "fp32",
+            "-o",
+            str(plan),
+        ]
+        subprocess.run(
+            [sys.executable, "-m", "autopipe", *asked],
+            cwd=tmp_path,
+            env=environ,
+            check=True,
+            capture_output=True,
+        )
+        found.add(json.loads(plan.read_text())["fingerprint"])
+    assert len(found) == 1
