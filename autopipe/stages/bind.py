@@ -2,8 +2,7 @@
 
     plan.stages[1].first = "h.4/layer_norm/0"  ->  position 61 of the graph  ->  Stage
 
-Evaluation has its own graph, since dropout, batch norm and the model's code may differ; it is cut
-so that every stage needs only the parameters that it has.
+Evaluation has its own graph; it is cut so that every stage needs only the parameters that it has.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from autopipe.stages.loss_cut import apart
 from autopipe.stages.precision import PRECISIONS
 from autopipe.stages.whole_loss import WholeLoss
 from autopipe.tracing.trace import Trace
-from autopipe.util.seeding import HASHES, hashes_at_random
+from autopipe.util.seeding import of_hashes
 
 
 @dataclass(frozen=True)
@@ -80,25 +79,19 @@ def split_as_planned(
 
     Args:
         tp: the tensor-parallel coordinate of the rank, from 0.
-        sharding: the result of `read_back` of the plan, if already made.
+        sharding: `read_back` of the plan, if already made.
 
     Raises:
         PlanError: the plan belongs to another model, or a cut is not legal.
     """
     graph = traced.graph
     if fingerprint.fingerprint(graph) != plan.fingerprint:
-        others = other_versions(plan)
-        by = f", or with other versions ({'; '.join(others)})" if others else ""
+        others = "; ".join(other_versions(plan))
+        by = others and f", or with other versions ({others})"
         raise PlanError(
             f"plan.fingerprint: the plan was made for another model or another loss{by}. First "
             f"difference: {fingerprint.first_difference(graph, plan.trail)}",
-            hint="plan again with `autopipe plan`"
-            + (
-                f"; or start each process with {HASHES}=0: do parts of the model come in the order "
-                "of a set?"
-                if hashes_at_random()
-                else ""
-            ),
+            hint=f"plan again with `autopipe plan`{of_hashes()}",
         )
     return cut_as_planned(traced, plan, tp, sharding)
 

@@ -22,3 +22,10 @@ def seed(*parts: object) -> int:
 def hashes_at_random() -> bool:
     """Whether this process goes through sets of texts in an order of its own."""
     return os.environ.get(HASHES, "") in ("", "random")
+
+
+def of_hashes() -> str:
+    """What a hint says besides where a graph may be another one in each process."""
+    if not hashes_at_random():
+        return ""
+    return f"; if the model goes through a set of texts, start each process with {HASHES}=0"

@@ -120,6 +120,19 @@ def test_a_plan_that_does_not_fit(plan: Plan, change: Change, sentence: str) -> 
     assert str(refused.value).startswith(said)
 
 
+def test_a_process_with_hashes_of_its_own_may_have_another_model(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that torchrun starts; the command line sees to it itself."""
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with pytest.raises(PlanError) as refused:
+        bound(plan, "dropout")
+    assert refused.value.hint == (
+        "plan again with `autopipe plan`; if the model goes through a set of texts, start each "
+        "process with PYTHONHASHSEED=0"
+    )
+
+
 def test_a_plan_of_another_model(plan: Plan) -> None:
     """The first node that differs; versions only if they differ."""
     was = "plan.fingerprint: the plan was made for another model or another loss"
