@@ -3,9 +3,10 @@
 python -m benchmarks.zoo --to rows.jsonl                  one of each family; goes on where it ends
 python -m benchmarks.zoo --to rows.jsonl --all            all tasks, all variants
 python -m benchmarks.zoo --to rows.jsonl --only bert,gpt  models with one of these in their names
-python -m benchmarks.zoo --to gloo.jsonl --processes --sample 40
 python -m benchmarks.zoo --list
 python -m benchmarks.zoo.table rows.jsonl
+
+`benchmarks.zoo.ranks` tries the same models on ranks that are processes, on a GPU too.
 """
 
 from __future__ import annotations
@@ -37,11 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--limit", type=float, default=60.0, help="seconds of a core for one model")
     add("--ways", default=",".join(WAYS), help="how to split")
     add("--sample", type=int, help="so many of the models alone, at random")
-    add("--processes", action="store_true", help="each rank a process, over gloo")
     add("--list", action="store_true", help="print the names alone")
     chosen = parser.parse_args(argv)
     importable()  # before transformers is
-    from benchmarks.zoo import catalogue, trial, workers
+    from benchmarks.zoo import catalogue, workers
 
     subjects = catalogue.named(chosen.only, chosen.all or bool(chosen.only))
     if chosen.list:
@@ -58,8 +58,6 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.monotonic()
     with chosen.to.open("a") as file:
         ways = tuple(chosen.ways.split(","))
-        if chosen.processes:
-            ways = tuple(way + trial.PROCESSES for way in ways if way in trial.SPLITS)
         for number, rows in enumerate(workers.tried(left, ways, chosen.jobs, chosen.limit), 1):
             file.write("".join(json.dumps(row) + "\n" for row in rows))
             file.flush()

@@ -6,6 +6,8 @@
 Rank 0 plans, all ranks train a step by `autopipe.parallelize`, and rank 0 holds what they have
 together to plain PyTorch on its own device. Ranks may share a GPU: then tensors go over gloo.
 
+Set PYTHONHASHSEED: ranks with seeds of their own go through sets in other orders, as Gemma 3 does.
+
 A model that ends the ranks, or keeps them for too long, stays in the file as "crashed": the same
 command, given again, goes on behind it.
 """
