@@ -21,7 +21,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -283,10 +283,10 @@ _RESULTS = {
 
 
 def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) -> Any:
-    """Wrap a user's function: check its result, and name the user's line in its errors."""
+    """Check what a user's function gives, and name the line of its errors; models are on a CPU."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with user_lines.told(what), off_gpus():
+        with user_lines.told(what), off_gpus() if gives in (None, "nn.Module") else nullcontext():
             result = function(*args, **kwargs)
         if gives is not None and not isinstance(result, _RESULTS[gives]):
             raise ModelError(

@@ -137,6 +137,18 @@ def test_everything() -> None:
     assert isinstance(file.optimizer(file.model().parameters()), torch.optim.SGD)
 
 
+def test_a_model_is_made_on_the_cpu_and_its_optimizer_where_its_rank_is() -> None:
+    """No machine has a GPU of this number."""
+    file = load(
+        SMALLEST.replace("Linear(3, 1)", "Linear(3, 1, device='cuda:63')")
+        + "\n\ndef optimizer(parameters):\n    torch.zeros(1, device='cuda:63')\n"
+    )
+    assert next(file.model().parameters()).device.type == "cpu"
+    assert file.optimizer is not None
+    with pytest.raises(ModelError, match="optimizer"):
+        file.optimizer([nn.Parameter(torch.zeros(1))])
+
+
 def test_its_neighbours_can_be_imported(folder: Path) -> None:
     """As `python net.py` lets it."""
     (folder / "sub").mkdir()
