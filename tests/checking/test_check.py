@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autopipe.checking import check
 from autopipe.checking.second_look import EXACT
@@ -357,3 +358,49 @@ def test_it_leaves_nothing_behind(autopipe: Shell, monkeypatch: pytest.MonkeyPat
     before = autopipe.files()
     autopipe("check", "net.py")
     assert autopipe.files() == before
+
+
+ON_A_GPU = """
+import torch
+from torch import nn
+
+device = torch.device("cuda")
+torch.set_default_device(device)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.table = torch.linspace(0, 1, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x + self.table))
+        return x
+
+
+def model():
+    return Net().to(device)
+
+
+def inputs(rows):
+    return {"x": torch.randn(rows, 8).cuda(), "y": torch.randn(rows, 8, device=device)}
+
+
+def loss(outputs, batch):
+    return nn.functional.mse_loss(outputs, batch["y"])
+"""
+
+
+def test_a_file_that_is_all_on_a_gpu_is_planned_for_two_and_checked_here(
+    autopipe: Shell, tmp_path: Path
+) -> None:
+    """Bug: on a GPU its model could not be traced, and `check` compared tensors of two devices."""
+    (tmp_path / "model.py").write_text(ON_A_GPU)
+    asked = ("--cluster", "2xA100-40GB", "--pp", "2", "--precision", "fp32", "--no-compile")
+    said = autopipe("plan", "model.py", *asked, "--batch", "8", "-o", "plan.json")
+    assert said.code == 0, said.err
+    said = autopipe("check", "plan.json")
+    assert said.code == 0 and "the same: " in said.out, said.err
+    assert torch.get_default_device().type == "cpu"
