@@ -83,11 +83,15 @@ class _Replacing(TorchFunctionMode):
 
 
 class _Taken(torch.autograd.Function):
-    """Runs a side; keeps what it is given, and runs it again in backward."""
+    """Runs a side; keeps what it is given, and runs it again in backward, which is outside of
+    autocast, under the autocast of forward."""
 
     @staticmethod
     def forward(ctx: Any, call: str, chosen: Tensor, *tensors: Tensor) -> Any:
-        ctx.call = call
+        ctx.call, kind = call, chosen.device.type
+        enabled = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind)
+        ctx.autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
         ctx.save_for_backward(chosen, *tensors)
         return tuple(_known[call].run(chosen, tensors))
 
@@ -97,7 +101,7 @@ class _Taken(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         pairs = list(zip(saved, wanted, strict=True))
         given = [tensor.detach().requires_grad_(needed) for tensor, needed in pairs]
-        with torch.enable_grad():
+        with torch.enable_grad(), ctx.autocast():
             made = _known[ctx.call].run(chosen, given)
         carrying = [number for number, tensor in enumerate(made) if tensor.requires_grad]
         found = torch.autograd.grad(

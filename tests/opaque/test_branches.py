@@ -157,6 +157,22 @@ def test_bytes_kept_for_backward_are_what_it_is_given():
     assert made[0].requires_grad and kept.now == rehearse(graph, [stage], (), 2).saved[0]
 
 
+def test_its_backward_computes_as_its_forward_did_under_autocast():
+    """Bug: the side that runs again in backward got bf16 and weights of fp32."""
+    model, alike = built(InEachBlock), built(InEachBlock)
+    traced = trace_model(model, inputs, square)
+    (module,) = lowered(traced, model, (), 2)
+    (stage,), leaves = split(traced, ()), inputs(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        (loss, *_) = module.module(*(leaves[path] for path in stage.inputs))
+        expected = square(alike(leaves["x"]), leaves)
+    loss.backward()
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for own, other in zip(model.parameters(), alike.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)
+
+
 # What is refused, each with the line marked `# here`.
 
 
