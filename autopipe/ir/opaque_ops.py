@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopipe.ir.graph import REGION_OP
-from autopipe.ir.tensors import tensors_in
+from autopipe.ir.tensors import autocast_dtype, tensors_in
 from autopipe.ir.torch_private import (
     DataDependentOutputException,
     TorchDispatchMode,
@@ -72,7 +72,7 @@ def observed() -> bool:
 def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run an opaque op on fake tensors, and pass to the observer what its real kernel saves."""
     # Autocast decides what the kernel computes in, and so what it keeps.
-    low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    low = autocast_dtype()
 
     def real() -> _Real:
         return _on_ones(op, low, _described(args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +15,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopipe.ir.torch_private import TorchDispatchMode, expression, fake_like, fake_mode
 
 Strides = tuple[int, ...]
+
+EMULATED: ContextVar[torch.dtype | None] = ContextVar("emulated", default=None)
+"""The 16 bits of an autocast of GPUs that is emulated on a CPU (`rewriting.gpu_autocast`)."""
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """What an op of fake tensors on a CPU computes in by autocast; None: there is none."""
+    on_cpu = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return EMULATED.get() or on_cpu
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:

@@ -29,6 +29,7 @@ from autopipe.ir.torch_private import TorchDispatchMode, is_fake, no_modes, tree
 from autopipe.opaque.sites import state_of
 from autopipe.opaque.states import first_names
 from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, whole_of
+from autopipe.rewriting.gpu_autocast import autocast_as_now, autocast_inside
 
 _library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("cond(Tensor chosen, Tensor[] tensors, str call) -> Tensor[]")  # type: ignore[no-untyped-call]
@@ -88,10 +89,7 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: str, chosen: Tensor, *tensors: Tensor) -> Any:
-        ctx.call, kind = call, chosen.device.type
-        enabled = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind)
-        ctx.autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
+        ctx.call, ctx.autocast = call, autocast_as_now(chosen.device.type)
         ctx.save_for_backward(chosen, *tensors)
         return tuple(_known[call].run(chosen, tensors))
 
@@ -116,7 +114,8 @@ class _Taken(torch.autograd.Function):
 
 
 def _run(chosen: Tensor, tensors: Sequence[Tensor], call: str) -> list[Tensor]:
-    return list(_Taken.apply(call, chosen, *tensors))  # type: ignore[no-untyped-call]
+    with autocast_inside():
+        return list(_Taken.apply(call, chosen, *tensors))  # type: ignore[no-untyped-call]
 
 
 _library.impl("cond", _run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

@@ -31,6 +31,7 @@ from autopipe.ir.torch_private import (
     storage_key,
     version,
 )
+from autopipe.rewriting.gpu_autocast import autocast_inside
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -64,7 +65,8 @@ _library.define(  # type: ignore[no-untyped-call]
 def _run(tensors: Sequence[Tensor], call: str, random: bool = False) -> list[Tensor]:
     """Apply the Function; no result is in the memory of an argument, as the op's schema says."""
     applied = _known[call]
-    results = _results(applied, tensors)
+    with autocast_inside():
+        results = _results(applied, tensors)
     theirs = {storage_key(tensor) for tensor in tensors}
     return [r.clone() if storage_key(r) in theirs else r for r in results]
 

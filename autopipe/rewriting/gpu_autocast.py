@@ -16,17 +16,16 @@ documentation (amp.html).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autopipe.ir.tensors import tensors_in
+from autopipe.ir.tensors import EMULATED, tensors_in
 from autopipe.ir.torch_patches import patched
 from autopipe.ir.torch_private import tree_map
 from autopipe.rewriting.for_gpus import of_gpus
@@ -86,9 +85,6 @@ FP32_WITHIN = frozenset(
 )
 """Ops that call some in fp32 and return what these give: a square is a power."""
 
-_dtype: ContextVar[torch.dtype | None] = ContextVar("gpu_autocast", default=None)
-"""The 16 bits of the emulated autocast around a call; None: there is none, or it is off."""
-
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 """Arguments by position and by name."""
 
@@ -100,6 +96,20 @@ def autocast(
     if of_gpus():
         return _emulated((dtype or torch.get_autocast_dtype("cuda")) if enabled else None)
     return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=cached)
+
+
+def autocast_inside() -> AbstractContextManager[Any]:
+    """Within an op of autopipe's own: the emulated autocast around it, off while it is called."""
+    return _emulated(EMULATED.get()) if of_gpus() else nullcontext()
+
+
+def autocast_as_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the autocast that is around this call, for what computes it again in backward."""
+    if of_gpus():
+        return partial(_emulated, EMULATED.get())
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    return partial(torch.autocast, device_type, dtype, enabled, cache_enabled=False)
 
 
 def autocast_of_model(
@@ -132,7 +142,7 @@ def of_absent_gpus() -> Iterator[None]:
 
 def cast(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """The arguments that an op computes with, under the emulated autocast if there is one."""
-    dtype, policy = _dtype.get(), _policy(op)
+    dtype, policy = EMULATED.get(), _policy(op)
     if dtype is None or policy is None:
         return args, kwargs
     if policy is FP32_UNLESS_TOLD:
@@ -163,12 +173,12 @@ class _Casting(TorchFunctionMode):
 
 @contextmanager
 def _emulated(dtype: torch.dtype | None) -> Iterator[None]:
-    token = _dtype.set(dtype)
+    token = EMULATED.set(dtype)
     try:
         with _Casting():
             yield
     finally:
-        _dtype.reset(token)
+        EMULATED.reset(token)
 
 
 _LISTS = (LOWER, LOWER_WITHIN, HALF_WITHIN, FP32, FP32_WITHIN, FP32_UNLESS_TOLD, WIDEST)

@@ -143,12 +143,54 @@ def test_a_softmax_is_sent_as_a_gpu_gives_it():
     assert crossing(model, "softmax", "bf16-autocast", gpus=False) == torch.bfloat16
 
 
+class Exp(torch.autograd.Function):
+    """Multiplies and raises, as autocast has it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        made = (x @ weight).exp()
+        ctx.save_for_backward(x, weight, made)
+        return made
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, made = ctx.saved_tensors
+        inner = (gradient * made).float()
+        return inner @ weight.float().t(), x.float().t() @ inner
+
+
+class Function(nn.Module):
+    """Sends what a custom Function gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.second = nn.Parameter(torch.eye(8)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(Exp.apply(x, self.weight)).square().mean()
+
+
+class Either(Softmax):
+    """Sends what one side of a cond gives."""
+
+    def forward(self, x):
+        made = torch.cond(x.sum() > 0, lambda h: self.first(h), lambda h: self.first(-h), (x,))
+        return self.second(made).square().mean()
+
+
+def test_the_models_own_functions_and_branches_compute_as_on_a_gpu():
+    """Their ops are called from within an op, where the emulation has to begin again."""
+    assert crossing(Function(), "function", "bf16-autocast", gpus=True) == torch.float32
+    assert crossing(Function(), "function", "bf16-autocast", gpus=False) == torch.bfloat16
+    assert crossing(Either(), "cond", "bf16-autocast", gpus=True) == torch.bfloat16
+
+
 class Spectrum(nn.Module):
     """Takes a Fourier transform of what autocast has made bf16, which no GPU does."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(5, 8)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(5, 4)
 
     def forward(self, x):
         found = torch.fft.rfft(self.first(x))
