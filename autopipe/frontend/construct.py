@@ -201,7 +201,7 @@ class _OnCPU(TorchFunctionMode):
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
         self._until.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

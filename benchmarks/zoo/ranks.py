@@ -39,6 +39,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import InputSpec
 from autopipe.sharding.collectives import together
 from autopipe.sharding.plan_io import read_back
+from autopipe.stages.precision import AUTOCAST
 from benchmarks.zoo.compare import compared
 from benchmarks.zoo.hub.kernels import importable
 from benchmarks.zoo.one_process import Result
@@ -57,9 +58,6 @@ from benchmarks.zoo.trial import (
 from benchmarks.zoo.versions import doubled
 
 T = TypeVar("T")
-
-AUTOCAST = {"bf16-autocast": torch.bfloat16, "fp16-autocast": torch.float16}
-"""What plain PyTorch is told to compute in, by the precision of a plan."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ def tried(subject: Subject, way: Way, rows: Path, limit: int) -> None:
             again = outcome(subject, way, in_doubles=True)
             if again.outcome == "right":  # a mistake would stay in fp64
                 row = replace(row, outcome="right", cause="", reference="eager in fp64")
-    except Exception as error:
+    except Exception as error:  # a refusal, or a bug of autopipe: a row of its own
         row = failed(subject.name, way.name, error)
         if row.outcome == "crashed":
             time.sleep(2)  # a peer may know the reason, and torchrun ends this rank with it

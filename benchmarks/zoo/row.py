@@ -47,7 +47,7 @@ def attempt(name: str, what: str, one: Callable[[], T]) -> T | Row:
     """What an attempt gives, or the row of whatever is raised in it."""
     try:
         return one()
-    except Exception as error:
+    except Exception as error:  # whatever it is, the next model is tried
         return failed(name, what, error)
 
 

@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.zoo import trial
 from benchmarks.zoo.odd import common
+from benchmarks.zoo.row import Row
 from benchmarks.zoo.subject import Subject
 from tests.support import garbage
 
@@ -110,7 +111,7 @@ def _done(one: Running, ways: tuple[str, ...], otherwise: str) -> Rows:
     if "build" not in said:
         cause = f"the process ended with code {one.process.exitcode}"
         left = [way for way in ways if way not in said]
-        rows = [trial.Row(one.subject.name, way, otherwise, cause) for way in left]
+        rows = [Row(one.subject.name, way, otherwise, cause) for way in left]
         one.rows += [asdict(row) for row in rows]
     return one.rows
 
