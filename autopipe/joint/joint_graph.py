@@ -235,10 +235,10 @@ class _Step(nn.Module):
         count = len(tensors) - len(self.seeded)
         arguments, starts = tensors[:count], tensors[count:]
         states = [state for _, state in self.states()]
-        devices = {tensor.device.type for tensor in (*states, *tensors)}
+        devices = [tensor.device.type for tensor in (*states, *tensors)]
         lowered = parameters_of(self.stage, self.low)
         before = set(self.tape.graph.nodes)
-        how = arithmetic(self.precision, states[0].device if states else "cpu", lowered)
+        how = arithmetic(self.precision, next(iter(devices), "cpu"), lowered)
         self.copied = set(self.tape.graph.nodes) - before
         with computing(how):
             results = self.run(*arguments)
@@ -254,7 +254,7 @@ class _Step(nn.Module):
         if roots and learning:
             with ExitStack() as stack:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-                for device in devices:  # backward runs outside of autocast
+                for device in set(devices):  # backward runs outside of autocast
                     stack.enter_context(torch.autocast(device, enabled=False))
                 found = torch.autograd.grad(
                     [results[n] for n in roots], learning, list(roots.values()), allow_unused=True

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from autopipe.ir.torch_private import fake_mode
 from autopipe.joint.joint_graph import CannotSplit, Layout, differentiate
+from autopipe.rewriting.gpu_autocast import of_absent_gpus
 from autopipe.stages.lower import Lowered
 from autopipe.stages.op_tape import MADE
 from autopipe.stages.precision import low
@@ -99,6 +100,18 @@ def test_autocast_becomes_the_casts_it_makes():
     assert ops(found.forward) == ["_to_copy", "_to_copy", "_to_copy", "t", "addmm"]
     dtypes = {node.meta[MADE].dtype for node in found.of_parameters.values()}
     assert dtypes == {torch.bfloat16}, "whoever adds them to fp32 sums casts them"
+
+
+def test_autocast_is_of_the_device_of_the_arguments_where_a_stage_has_no_states():
+    class Squared(nn.Module):
+        def forward(self, x):
+            return (x @ x.T,)
+
+    x = Layout.dense((ROWS, 4), torch.float32, "cuda")  # no backward: that wants a real GPU
+    with of_absent_gpus():
+        found = differentiate(Lowered(None, Squared(), ROWS, ()), [x], [None], "bf16-autocast")
+    (result,) = found.results
+    assert result.meta[MADE].dtype == torch.bfloat16
 
 
 def test_a_steps_copy_of_a_parameter_is_made_for_the_step_and_not_by_the_stage():
