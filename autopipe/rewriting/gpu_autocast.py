@@ -175,10 +175,28 @@ class _Casting(TorchFunctionMode):
 def _emulated(dtype: torch.dtype | None) -> Iterator[None]:
     token = EMULATED.set(dtype)
     try:
-        with _Casting():
+        with _ops_of_functions(), _Casting():
             yield
     finally:
         EMULATED.reset(token)
+
+
+@contextmanager
+def _ops_of_functions() -> Iterator[None]:
+    """Within, a mode is shown the ops that torch's own Python functions call, not the functions.
+
+    `F.cross_entropy` asks first whether there is a mode, hands itself to it and is then run out of
+    the mode's sight.
+    """
+    with ExitStack() as until:
+        for module in (torch.nn.functional, torch.functional):
+            for name in ("", "_unary", "_variadic"):
+                until.enter_context(patched(module, f"has_torch_function{name}", _sees_no_mode))
+        yield
+
+
+def _sees_no_mode(*_: Any) -> bool:
+    return False
 
 
 _LISTS = (LOWER, LOWER_WITHIN, HALF_WITHIN, FP32, FP32_WITHIN, FP32_UNLESS_TOLD, WIDEST)

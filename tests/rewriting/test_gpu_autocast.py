@@ -23,6 +23,7 @@ from tests.support.staged import split, trace_model
 
 aten = torch.ops.aten
 LOW, HIGH = torch.randn(4, 8).bfloat16(), torch.randn(4, 8)
+ATTENTION = nn.MultiheadAttention(8, 2)
 
 CASES = {
     "linear": (lambda: F.linear(HIGH, torch.randn(8, 8)), torch.bfloat16),
@@ -45,6 +46,19 @@ CASES = {
         lambda: aten.upsample_nearest1d.vec(LOW[None], None, [2.0]),
         torch.float32,
     ),
+    "cross entropy, by its function": (
+        lambda: F.cross_entropy(LOW, torch.zeros(4).long()),
+        torch.float32,
+    ),
+    "interpolated, by its function": (lambda: F.interpolate(LOW[None], 3), torch.float32),
+    "normalized": (lambda: F.normalize(LOW), torch.float32),
+    "torch.norm": (lambda: torch.norm(LOW, dim=-1), torch.float32),
+    "Tensor.norm": (lambda: LOW.norm(dim=-1), torch.float32),
+    "a far triplet": (lambda: F.triplet_margin_loss(LOW, LOW + 1, LOW - 1), torch.float32),
+    "attention of several heads": (lambda: ATTENTION(HIGH, HIGH, HIGH)[0], torch.bfloat16),
+    "its weights": (lambda: ATTENTION(HIGH, HIGH, HIGH)[1], torch.float32),
+    "einsum": (lambda: torch.einsum("ij,kj->ik", HIGH, HIGH), torch.bfloat16),
+    "cdist": (lambda: torch.cdist(LOW, LOW), torch.float32),
     "a recurrent layer": (lambda: nn.GRU(8, 8)(HIGH)[0], torch.float16),
     "fp64 stays": (lambda: F.linear(HIGH.double(), torch.randn(8, 8).double()), torch.float64),
 }
