@@ -25,6 +25,7 @@ from autopipe.ir import opaque_ops
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_patches import own_of, patched, replacing
 from autopipe.ir.torch_private import is_fake
+from autopipe.rewriting.gpu_autocast import autocast_inside, cast
 
 _library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -150,11 +151,12 @@ def _ran(module: nn.RNNBase, packed: Packed, hx: Any) -> tuple[Packed, Any]:
 
 
 def _run(x: Tensor, lengths: Tensor, *rest: Any) -> list[Tensor]:
-    if not any(map(is_fake, tensors_in((x, lengths, rest)))):
-        return _packed(x, lengths.cpu(), *rest)
-    if opaque_ops.observed():
-        return list(opaque_ops.run(_of_full_rows, x, *rest))
-    return _of_full_rows(x, *rest)
+    with autocast_inside():
+        if not any(map(is_fake, tensors_in((x, lengths, rest)))):
+            return _packed(x, lengths.cpu(), *rest)
+        if opaque_ops.observed():
+            return list(opaque_ops.run(_of_full_rows, x, *rest))
+        return _of_full_rows(x, *rest)
 
 
 _library.impl("packed_rnn", _run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
@@ -190,6 +192,7 @@ def _of_full_rows(
     if not any(map(is_fake, (x, *states, *weights))):
         lengths = torch.full((x.shape[1],), x.shape[0])
         return _packed(x, lengths, states, weights, mode, *options)
+    (x, states, weights), _ = cast(_KERNELS[mode], (x, states, weights), {})
     *_, bidirectional, _ = options
     width = states[0].shape[2] * (2 if bidirectional else 1)
     return list(_Shaped.apply(width, len(states), x, *states, *weights))  # type: ignore[no-untyped-call]

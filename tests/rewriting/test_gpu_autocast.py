@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import autopipe
 from autopipe.cluster.spec import parse
@@ -197,6 +198,28 @@ def test_the_models_own_functions_and_branches_compute_as_on_a_gpu():
     assert crossing(Function(), "function", "bf16-autocast", gpus=True) == torch.float32
     assert crossing(Function(), "function", "bf16-autocast", gpus=False) == torch.bfloat16
     assert crossing(Either(), "cond", "bf16-autocast", gpus=True) == torch.bfloat16
+
+
+class Packs(nn.Module):
+    """Sends what a recurrent layer makes of packed sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = nn.Linear(4, 4), nn.GRU(4, 4, batch_first=True)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x.unflatten(1, (2, 4)))
+        lengths = torch.full((x.shape[0],), 2)
+        packed = pack_padded_sequence(x, lengths, batch_first=True)
+        made, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=2)
+        return self.second(made).square().mean()
+
+
+def test_packed_sequences_come_as_cudnn_gives_them():
+    """Bug: planned for GPUs they were refused, as a product of bf16 with fp32."""
+    assert crossing(Packs(), "layer/packed_rnn", "bf16-autocast", gpus=True) == torch.float16
+    assert crossing(Packs(), "layer/packed_rnn", gpus=True) == torch.float32
 
 
 class Spectrum(nn.Module):
