@@ -35,10 +35,11 @@ from autopipe.checking.small_plan import in_double, planned, same_cuts, words_of
 from autopipe.checking.subject import CheckJob, Smaller
 from autopipe.checking.unsplit import Unsplit
 from autopipe.eager.kept import restoring
-from autopipe.errors import ModelError
+from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
 from autopipe.frontend.quiet import libraries_hushed
+from autopipe.frontend.refusals import fails_by_itself
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.dataflow import is_random
 from autopipe.ir.graph import REGION_OP
@@ -193,6 +194,8 @@ def _compare(
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         if code:
+            if code != MISTAKE:
+                _check_by_itself(file, plan, drawn[0], names)
             what = f"the split model does not run (exit code {code})"
             return replace(found, failure=what, refused=code == MISTAKE)
         with phase("running the unsplit model"), _as_planned(file):
@@ -258,6 +261,23 @@ def _check_draws(file: ModelFile, plan: Plan, batch: Any, names: Callable[[], li
             unsplit.step(batch, 1.0)
         if unsplit.draws:
             raise Unrepeatable
+
+
+def _check_by_itself(
+    file: ModelFile, plan: Plan, batch: Any, names: Callable[[], list[str]]
+) -> None:
+    """Refuse a model that fails unsplit too, with the line, which its ranks do not know.
+
+    Raises:
+        ModelError: it does.
+    """
+    with phase("running the unsplit model"), _as_planned(file):
+        try:
+            Unsplit(file, plan, names, None).step(batch, 1.0)
+        except (AutopipeError, Unmatched, Unrepeatable):  # it does not tell why ranks fail
+            return
+        except Exception as error:  # whatever the user's model raises
+            raise fails_by_itself(error) from error
 
 
 def _check_statistics(plan: Plan, traced: Callable[[], Trace]) -> None:

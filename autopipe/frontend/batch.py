@@ -37,7 +37,9 @@ def flatten(batch: object) -> dict[str, Leaf]:
         if not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str)):
             raise ModelError(
                 f"batch[{path!r}] is a {type(leaf).__name__}; a batch holds tensors, numbers, "
-                "text and None in dicts, tuples and lists"
+                "text and None in dicts, tuples and lists",
+                hint=f"let inputs() give its tensors, and forward make a {type(leaf).__name__} of "
+                "them",
             )
         leaves[path or "0"] = leaf
     return leaves

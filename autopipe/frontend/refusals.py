@@ -109,6 +109,14 @@ def on_every_rank(error: Exception, *, cpu: bool = False) -> ModelError | None:
     return None
 
 
+def fails_by_itself(error: Exception) -> ModelError:
+    """The error for a model that plain PyTorch cannot train on a batch, from what that raises."""
+    return on_every_rank(error, cpu=True) or ModelError(
+        f"{_at(error)}in plain PyTorch too the model raises {_told(error)}",
+        hint="does a step of it go well in one process, on all rows of inputs(batch size)?",
+    )
+
+
 def written_over(what: str) -> ModelError:
     """The error for a tensor that autograd has saved and that is another one in backward."""
     return ModelError(

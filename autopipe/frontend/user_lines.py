@@ -62,9 +62,15 @@ def _innermost(frames: Iterable[tuple[str, int | None]]) -> str:
     return place
 
 
-def here() -> str:
-    """`file:line` of the user's code that is running now; empty if there is none."""
-    return _innermost((f.filename, f.lineno) for f in traceback.extract_stack())
+def here(*, alone: bool = False) -> str:
+    """`file:line` of the user's code that is running now; empty if there is none.
+
+    Args:
+        alone: without the line of the user's own that has called a library's.
+    """
+    frames = traceback.extract_stack()
+    place = _innermost((f.filename, f.lineno) for f in frames)
+    return place if alone else place + _called_at(frames)
 
 
 def begins(function: object) -> str:
@@ -75,11 +81,30 @@ def begins(function: object) -> str:
 
 def of_error(error: BaseException) -> str:
     """The innermost user's line that an exception passed through, with its source text."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
-    if not frames:
-        return ""
-    last = frames[-1]
-    return f"{last.filename}:{last.lineno}" + (f" `{last.line}`" if last.line else "")
+    passed = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in passed if _is_users(f.filename)]
+    return _with_text(frames[-1]) + _called_at(passed) if frames else ""
+
+
+def _with_text(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno}" + (f" `{frame.line}`" if frame.line else "")
+
+
+def _called_at(frames: Iterable[traceback.FrameSummary]) -> str:
+    """`, called at model.py:12 `x = self.net(x)``: where the user's own code has called the library
+    that the innermost frame is in; empty if it is in none, or called by a program around autopipe.
+    """
+    own: traceback.FrameSummary | None = None
+    calling, library = True, False
+    for frame in frames:
+        if frame.filename.startswith(_OURS):
+            calling = True
+        elif _is_users(frame.filename):
+            library = _is_installed(frame.filename)
+            if calling or not library:
+                own = None if library else frame
+            calling = False
+    return f", called at {_with_text(own)}" if own is not None and library else ""
 
 
 def of_trace(stack_trace: str | None) -> str:

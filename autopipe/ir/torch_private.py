@@ -12,8 +12,7 @@
 * `tree_map` (torch.utils._pytree), to cast the tensors in whatever a model takes and gives;
 * a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones;
 * whether a tensor belongs to a transform of `torch.func`, which no public function tells;
-* the hooks on gradients of a module and of a parameter, to see that there are any;
-* the same and the weights that an RNN lists, to let a module compute with other tensors for good:
+* hooks on gradients, to see that there are any, and the weights that an RNN lists, to lend others:
   `torch.func.functional_call` takes them back before a checkpoint's backward runs it once more.
 
 Two functions of torch that constructors call cannot work on fake tensors: see `constructing`.
@@ -48,6 +47,7 @@ from autopipe.ir.torch_patches import patched
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
+    "FakeTensor",
     "TorchDispatchMode",
     "buffer_names",
     "constructing",

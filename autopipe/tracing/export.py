@@ -67,6 +67,7 @@ class Program(nn.Module):
         caches: the buffers that it fills in its first run, as `assigned_buffers` tells them.
         unsteady: the plain attributes and caches because of which a second run is another one.
         asked_for_others: not empty if it has asked whether there are other processes.
+        asks_for_gpus: the user's lines at which it has asked whether a tensor is on a GPU.
         otherwise: why the reads of a first run are not those of all others.
         twins: modules whose parameters, and tensors in attributes, stand for the model's own where
             the loss reads them.
@@ -94,6 +95,7 @@ class Program(nn.Module):
         self.caches: set[str] = set()
         self.unsteady: tuple[str, ...] = ()
         self.asked_for_others: Sequence[bool] = ()
+        self.asks_for_gpus: set[str] = set()
         self.otherwise: CaptureError | None = None
         self.twins: tuple[nn.Module, ...] = ()
         self.regions: tuple[Running, ...] = ()

@@ -6,6 +6,8 @@ has no version for tensors without values, the model is built with its weights, 
 
 from __future__ import annotations
 
+import linecache
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from autopipe.eager import second_run, seeds, unsaid
 from autopipe.eager.assigned_buffers import as_before
@@ -21,10 +24,11 @@ from autopipe.eager.compared_runs import compared_runs
 from autopipe.eager.draws import Generators
 from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError, ModelError, OtherBranch
-from autopipe.frontend import refusals
+from autopipe.frontend import refusals, user_lines
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
-from autopipe.ir.torch_private import DynamicOutputShapeException, quiet
+from autopipe.ir.torch_patches import patched
+from autopipe.ir.torch_private import DynamicOutputShapeException, FakeTensor, quiet
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.export import Program, tensors_of
 from autopipe.tracing.low_precision import parameters_in
@@ -131,7 +135,8 @@ class _Look:
         def run() -> None:
             nonlocal changed
             changes = second_run.Changes(self.program.model)
-            with within(), unsaid.refused(self.program.model), noted:
+            asked = _asks_for_gpus(self.program.asks_for_gpus)
+            with within(), unsaid.refused(self.program.model), noted, asked:
                 self.run()
             changed = changes.seen()
 
@@ -177,6 +182,46 @@ class _Look:
                 self.run()
 
         return record(run, self.run, numbers=self.numbers, taint=taint)
+
+
+@contextmanager
+def _asks_for_gpus(places: set[str]) -> Iterator[None]:
+    """Within, note the user's lines that ask whether a tensor is on a GPU: `x.is_cuda`, or
+    `x.device` in a line that names cuda.
+
+    A run on a CPU answers no, and so does a trace of what GPUs are to compute.
+    """
+    own: property = vars(FakeTensor)["device"]  # which no function mode sees
+
+    def device(tensor: Any) -> torch.device:
+        frame = sys._getframe(1)
+        if "cuda" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            places.update({user_lines.here(alone=True)} & {place})
+        found: torch.device = own.__get__(tensor)
+        return found
+
+    with _AsksForGPUs(places), patched(FakeTensor, "device", property(device, own.fset)):
+        yield
+
+
+class _AsksForGPUs(TorchFunctionMode):
+    """Notes the lines that ask it of tensors with values, and `is_cuda` of all."""
+
+    def __init__(self, places: set[str]) -> None:
+        super().__init__()
+        self.places = places
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (_IS_CUDA, _DEVICE):
+            place = user_lines.here(alone=True)
+            file, _, line = place.rpartition(":")
+            if place and (func == _IS_CUDA or "cuda" in linecache.getline(file, int(line))):
+                self.places.add(place)
+        return func(*args, **(kwargs or {}))
+
+
+_IS_CUDA, _DEVICE = Tensor.is_cuda.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 
 
 def _record(look: _Look, within: Within, real: Callable[[], nn.Module] | None) -> tuple[Read, ...]:

@@ -6,7 +6,7 @@ model, batch --look--> reads, equal modules --capture--> ExportedProgram --conve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,6 +50,7 @@ class Trace:
     `unsteady` are the plain attributes and caches because of which a second call makes other calls
     of torch.
     `regions` are the calls that run as they are.
+    `asks_for_gpus` are the user's lines that ask whether a tensor is on a GPU, and were told no.
     `rows`: the graph is of micro-batches of so many alone; None: of any.
     """
 
@@ -60,6 +61,23 @@ class Trace:
     unsteady: tuple[str, ...] = ()
     regions: tuple[Region, ...] = ()
     rows: int | None = None
+    asks_for_gpus: tuple[str, ...] = ()
+
+    def facts(self, *, gpus: bool) -> Iterator[str]:
+        """What a user may want to know of it, in lines.
+
+        Args:
+            gpus: whether its ranks are GPUs.
+        """
+        for place in dict.fromkeys(read.place for read in self.reads if not read.checked):
+            yield f"{place}: a number is read here that nothing depends on; a run does not read it"
+        for region in self.regions:
+            yield f"{region.name} runs as it is, and is not looked into: {region.why}"
+        for place in self.asks_for_gpus if gpus else ():
+            yield (
+                f"{place}: asks whether a tensor is on a GPU; the graph is traced on a CPU, and "
+                "its ranks do what a CPU is told there"
+            )
 
 
 def trace(
@@ -285,4 +303,6 @@ class _Tracing:
             graph = with_masters(graph, self.kept)
         used = tuple(one.region for one in graph.regions.values())
         rows = None if self.symbolic else batches.rows_of(self.specs, self.leaves)
-        return Trace(graph, self.specs, tuple(reads), program.paths, program.unsteady, used, rows)
+        asks = tuple(sorted(program.asks_for_gpus))
+        paths, unsteady = program.paths, program.unsteady
+        return Trace(graph, self.specs, tuple(reads), paths, unsteady, used, rows, asks)

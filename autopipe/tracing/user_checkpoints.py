@@ -79,7 +79,7 @@ def marking() -> Iterator[None]:
     def entered(hooks: saved_tensors_hooks) -> None:
         if type(hooks).__module__ == _HOME:
             hooks.pack_hook = _unseen(hooks.pack_hook)
-            open_.append(user_lines.here())
+            open_.append(user_lines.here(alone=True))
             mark_op(torch.empty(0), open_[0])
 
     def left(hooks: saved_tensors_hooks) -> None:

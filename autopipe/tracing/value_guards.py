@@ -163,13 +163,14 @@ class _Recording(TorchFunctionMode):
             return logged_reads.as_text(*args)
         if name == "__format__" and known and args[0].ndim == 0:
             number = args[0].item()
-            self.reads.append(Read(name, number, user_lines.here(), checked=self._numbers))
+            place = user_lines.here(alone=True)
+            self.reads.append(Read(name, number, place, checked=self._numbers))
             self._hold(len(self.reads) - 1)
             return format(self._shown(number), args[1])
         if name not in _READERS or name == "__format__" or not known:
             return func(*args, **kwargs)
         tensor = _subject(name, args, kwargs)
-        unknown, place = self._unknown(tensor), user_lines.here()
+        unknown, place = self._unknown(tensor), user_lines.here(alone=True)
         if name == "item" and not self._numbers:
             value = logged_reads.zero(tensor) if unknown else tensor.item()
             self.reads.append(Read(name, value, place, checked=False))
@@ -320,9 +321,8 @@ class _Replaying(TorchFunctionMode):
         if index >= len(self._reads) or self._reads[index].kind != name:
             expected = self._reads[index].kind if index < len(self._reads) else "no further read"
             raise CaptureError(
-                f"{user_lines.here()}: "
-                f"Python reads a tensor here ({name}), where the record of the "
-                f"model's reads has {expected}",
+                f"{user_lines.here()}: Python reads a tensor here ({name}), where the record of "
+                f"the model's reads has {expected}",
                 hint="the model reads other tensors each time it runs: it keeps a state between "
                 "calls, or goes through rows one by one (for row in x; x[rows, lengths - 1] "
                 "does it for all, with rows = torch.arange(len(x)))",
@@ -337,7 +337,7 @@ class _Replaying(TorchFunctionMode):
     def _is_next(self, kind: str) -> bool:
         """Whether the record goes on with a read of this kind at this line."""
         following = self._reads[self._next : self._next + 1]
-        return any((r.kind, r.place) == (kind, user_lines.here()) for r in following)
+        return any((r.kind, r.place) == (kind, user_lines.here(alone=True)) for r in following)
 
     def check_all_read(self) -> None:
         """Refuse a run with fewer reads than the record."""

@@ -25,7 +25,7 @@ from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import Graph
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import InputSpec
-from autopipe.planners.costs.tp_degrees import check_heads
+from autopipe.planners.costs.tp_degrees import check_degree
 from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.make_plan import traced_model
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
@@ -151,8 +151,7 @@ class Tried:
         return self._plans[pp, tp]
 
     def _planned(self, pp: int, tp: int) -> Plan:
-        if tp > 1:
-            check_heads(self.traced.graph, tp)
+        check_degree(self.traced.graph, tp)
         cluster = self.cluster(pp * tp)
         constraints = Constraints(pp, 1, tp, MICRO_BATCHES, "1f1b")
         request = replace(self.request, cluster=cluster, constraints=constraints)

@@ -150,30 +150,29 @@ def as_one_rank(
     return Degree(tp, traced, blocks, sharding, local, analyse(graph), own)
 
 
-def check_dims(graph: Graph, tp: int) -> None:
-    """Refuse a degree by which no dim of a parameter divides, before anything is measured for it.
+def check_degree(graph: Graph, tp: int, most: int | None = None) -> None:
+    """Refuse a degree that is asked for and divides nothing, before anything is measured for it.
+
+    Args:
+        most: how many devices there are, if they are known; of more `degrees` says that they lack.
 
     Raises:
-        InfeasibleError: it is such a degree.
+        InfeasibleError: no dim of a parameter divides, or no attention's heads do; names the first.
     """
-    if not any(
-        isinstance(size, int) and size % tp == 0
-        for state in graph.states.values()
-        if state.kind == "parameter"
-        for size in state.spec.shape
-    ):
-        raise _undivided(graph, tp, max(tp, 8))
+    if not 1 < tp <= (most or tp):
+        return
+    _check_heads(graph, tp)
+    sizes = [size for s in graph.states.values() if s.kind == "parameter" for size in s.spec.shape]
+    if not any(isinstance(size, int) and size % tp == 0 for size in sizes):
+        raise _undivided(graph, tp, most or max(tp, 8))
 
 
-def check_heads(graph: Graph, tp: int) -> None:
+def _check_heads(graph: Graph, tp: int) -> None:
     """Refuse a degree that is asked for and leaves every attention whole on every rank.
 
     Such a plan is right, but its ranks do the same work: nobody means that. Where nobody asks, it
     may still be all that fits. Of a model whose stages have 1, 2, 4 and 8 heads, as SegFormer's
     do, the attentions that do not divide stay whole.
-
-    Raises:
-        InfeasibleError: no attention's heads divide; names the first.
     """
     attentions = _heads(graph)
     if attentions and all(heads % tp for heads in attentions.values()):

@@ -42,9 +42,11 @@ from autopipe.planners.search.best import (
     incumbents_of,
     out_of_the_best_two,
 )
+from autopipe.planners.search.configs import TooFewUnits
 from autopipe.planners.search.dynamic import fastest
 from autopipe.planners.search.reasons import NothingFits
 from autopipe.planners.search.relax import Help
+from autopipe.tracing.trace import Trace
 from autopipe.util.progress import phase
 from autopipe.util.stopwatch import Stopwatch
 
@@ -256,10 +258,27 @@ def _nothing_fits(
     known = [refusals[tp] for tp in sorted(refusals)]
     wanting = [error for error in known if error.shortfall]
     nearest = min(wanting or known[:1], key=lambda error: error.shortfall)
+    if isinstance(nearest, TooFewUnits):
+        return _with_what_is_never_cut(nearest, job.traced.trace)
     if not isinstance(nearest, NothingFits):
         return nearest
     others = [e for e in wanting if isinstance(e, NothingFits) and e is not nearest]
     return nearest.beside(others, _help_of_other_degrees(job, watch))
+
+
+def _with_what_is_never_cut(refusal: TooFewUnits, trace: Trace) -> InfeasibleError:
+    """The refusal, with the call that runs as it is and has most parameters, and its line."""
+    trained = {name for name, state in trace.graph.states.items() if state.trainable}
+    counts = {region: len(trained.intersection(region.states)) for region in trace.regions}
+    most = max(counts, key=lambda region: counts[region], default=None)
+    if most is None or counts[most] < 2:
+        return refusal
+    return InfeasibleError(
+        f"{refusal.message}, and none of them cuts {most.name}, which runs as it is with "
+        f"{counts[most]} of the {len(trained)} parameters ({most.why})",
+        hint=f"{refusal.hint}; or move what no graph has into a smaller method or module of its "
+        "own: it alone runs as it is then",
+    )
 
 
 def _help_of_other_degrees(job: Job, watch: Stopwatch) -> list[Help]:

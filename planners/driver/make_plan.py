@@ -29,7 +29,7 @@ from autopipe.planfile.contents import BATCH, ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.costs.asked_ops import WORDS, check_meant, is_for_ops
 from autopipe.planners.costs.precision_of import need
-from autopipe.planners.costs.tp_degrees import check_heads
+from autopipe.planners.costs.tp_degrees import check_degree
 from autopipe.planners.driver import (
     against_eager,
     against_whole,
@@ -245,12 +245,10 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
     rows = request.batch_size or arguments.rows_of(inputs, example, specs, devices)
     with watch("traced"), phase("tracing"):
         trace = _traced(request, skeleton, example, specs, rows, say)
-        for place in dict.fromkeys(read.place for read in trace.reads if not read.checked):
-            say(f"{place}: a number is read here that nothing depends on; a run does not read it")
-        for region in trace.regions:
-            say(f"{region.name} runs as it is, and is not looked into: {region.why}")
+        for line in trace.facts(gpus=arguments.on_gpus(request.cluster)):
+            say(line)
         if constraints.tp is not None:
-            check_heads(trace.graph, constraints.tp)
+            check_degree(trace.graph, constraints.tp, devices)
         against_eager.check(request, skeleton, trace, example, say)
         against_eager.check_at_lengths(request, skeleton, trace, example, say)
         if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:

@@ -39,8 +39,7 @@ from autopipe.planners.costs.saved_tensors import observe_saved
 from autopipe.planners.costs.tp_degrees import (
     as_first,
     as_one_rank,
-    check_dims,
-    check_heads,
+    check_degree,
     degrees,
     exchanges,
 )
@@ -179,8 +178,7 @@ def cost_formulas(
         traced = trace_lengths(model, two, specs, loss, kept(precision))
     graph, blocks = traced.trace.graph, find_blocks(traced.trace.graph)
     if tp > 1:
-        check_dims(graph, tp)
-        check_heads(graph, tp)
+        check_degree(graph, tp)
         say = say or (lambda line: None)
         meant = arguments.cluster_meant(cluster, (tp,), say)
         machine = arguments.measured(meant, need(graph, precision), say)

@@ -171,7 +171,11 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
     return possible
 
 
-def _too_few_units(problem: Problem, pp: int, dp: int, chunks: int) -> InfeasibleError:
+class TooFewUnits(InfeasibleError):
+    """A mesh has more stages than a model has units to cut between."""
+
+
+def _too_few_units(problem: Problem, pp: int, dp: int, chunks: int) -> TooFewUnits:
     """Why a mesh has more stages than a model has units.
 
     Args:
@@ -182,7 +186,7 @@ def _too_few_units(problem: Problem, pp: int, dp: int, chunks: int) -> Infeasibl
     if chunks > 1:
         several = f" by {one_of(schedules(problem))}, with {chunks} stages on each rank,"
         hints.append("a schedule of one stage on each rank, as 1f1b")
-    return InfeasibleError(
+    return TooFewUnits(
         f"pp={pp} dp={dp}{several} needs a model of at least {pp * chunks} units, one a stage; "
         f"this one has {problem.units} to cut between",
         hint="; or ".join(hints),

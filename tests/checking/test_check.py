@@ -14,7 +14,7 @@ from autopipe.checking import check
 from autopipe.checking.second_look import EXACT
 from autopipe.planfile.contents import Plan
 from tests.support import warm
-from tests.support.shell import Shell
+from tests.support.shell import Shell, changed
 
 
 @pytest.fixture
@@ -351,6 +351,25 @@ def test_ranks_that_do_not_run(
     assert said.code == code
     last = said.out.splitlines()[-1]
     assert last == f"differs: the split model does not run (exit code {of_ranks})"
+
+
+def test_a_model_that_fails_by_itself_is_told_with_its_line(
+    autopipe: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: `the split model does not run (exit code 1)`, as if the split were wrong."""
+    monkeypatch.setattr(check, "spawn", lambda ranks, argv: 1)
+    text = changed("torch.randn(batch_size, 4)}", "torch.arange(batch_size)}")
+    text = text.replace('((outputs - batch["target"]) ** 2).mean()', CLASSES)
+    autopipe.write("net.py", text)
+    said = autopipe("check", "net.py", "--batch", "8").error
+    assert said == (
+        f"{autopipe.folder}/net.py:{len(text.splitlines())} `return {CLASSES}`: on a batch as "
+        "`inputs` gives it, the model raises IndexError: Target 4 is out of bounds.\n\nhint: a "
+        "token, a label, or a position in a long row is beyond the table it is looked up in"
+    )
+
+
+CLASSES = 'nn.functional.cross_entropy(outputs, batch["target"])'
 
 
 def test_it_leaves_nothing_behind(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_a_leaf_that_is_no_tensor_number_or_text_is_refused():
         batches.flatten({"a": {"b": {1, 2}}})
     assert str(error.value) == (
         "batch['a.b'] is a set; a batch holds tensors, numbers, text and None in dicts, tuples "
-        "and lists"
+        "and lists\nhint: let inputs() give its tensors, and forward make a set of them"
     )
 
 

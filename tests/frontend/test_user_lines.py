@@ -1,6 +1,7 @@
 """The user's line, whatever stands between it and us."""
 
 import contextlib
+import importlib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ TORCH = torch.nn.functional.__file__
 
 
 def test_the_line_that_runs_now():
-    assert user_lines.here() == f"{__file__}:16"
+    assert user_lines.here() == f"{__file__}:17"
 
 
 def test_the_line_an_exception_came_through_with_its_text():
@@ -22,7 +23,33 @@ def test_the_line_an_exception_came_through_with_its_text():
     except RuntimeError as error:
         found = user_lines.of_error(error)
     assert found == (
-        f"{__file__}:21 `torch.nn.Linear(3, 3)(torch.ones(4))  # raises deep inside torch`"
+        f"{__file__}:22 `torch.nn.Linear(3, 3)(torch.ones(4))  # raises deep inside torch`"
+    )
+
+
+def test_the_line_that_called_into_a_library(tmp_path, monkeypatch):
+    """Bug: of a model that calls timm or transformers only their own lines were told, in files that
+    the user has never seen."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "bought.py").write_text(
+        "from autopipe.frontend import user_lines\n"
+        "def here(): return user_lines.here()\n"
+        "def alone(): return user_lines.here(alone=True)\n"
+        "def fails(): raise ValueError\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    bought = importlib.import_module("bought")
+    line = user_lines.here().rpartition(":")[2]
+    assert bought.here() == (
+        f"{folder}/bought.py:2, called at {__file__}:{int(line) + 1} `assert bought.here() == (`"
+    )
+    assert bought.alone() == f"{folder}/bought.py:3"
+    with pytest.raises(ValueError) as raised:
+        bought.fails()
+    assert user_lines.of_error(raised.value) == (
+        f"{folder}/bought.py:4 `def fails(): raise ValueError`, called at "
+        f"{__file__}:{int(line) + 6} `bought.fails()`"
     )
 
 

@@ -14,8 +14,7 @@ from autopipe.ir.graph import Graph
 from autopipe.planners.costs.tp_degrees import (
     Degree,
     as_one_rank,
-    check_dims,
-    check_heads,
+    check_degree,
     degrees,
     sending_seconds,
 )
@@ -91,16 +90,16 @@ def test_a_degree_where_no_parameter_is_a_matrix() -> None:
     """Bug: `their matrices have dims of `, and nothing behind it."""
     trace = trace_model(Flat(), lambda rows: {"x": torch.ones(rows, 8)}, None)
     with pytest.raises(InfeasibleError, match="7 equal parts: none of them is a matrix"):
-        check_dims(trace.graph, 7)
+        check_degree(trace.graph, 7)
 
 
 def test_a_degree_that_divides_no_dim_is_refused_before_anything_is_measured() -> None:
     """Bug: `costs --tp 100` had a hundred processes measure this machine for it first."""
     graph = traced("gpt").graph
-    check_dims(graph, 2)
-    with pytest.raises(InfeasibleError, match="^tp=7 was asked for, and no parameter") as refused:
-        check_dims(graph, 7)
-    assert refused.value.hint == "tp of 2, 3, 4, 6, 8"
+    check_degree(graph, 2)
+    with pytest.raises(InfeasibleError, match="^tp=7 was asked for, and the 4 heads of") as refused:
+        check_degree(graph, 7)
+    assert refused.value.hint == "tp of 1, 2, 4"
 
 
 class Heads(nn.Module):
@@ -133,10 +132,10 @@ def test_a_degree_that_leaves_every_attention_whole_is_refused() -> None:
         model = Heads(*heads, folded=folded)
         return trace_model(model, lambda rows: {"x": torch.ones(rows, 3, 8)}).graph
 
-    check_heads(graph(1, 2, 4), 2)
-    check_heads(graph(4, folded=True), 2)
+    check_degree(graph(1, 2, 4), 2)
+    check_degree(graph(4, folded=True), 2)
     with pytest.raises(InfeasibleError, match="the 1 heads of scaled_dot_product_attention/0 do"):
-        check_heads(graph(1, 2, 4), 3)
+        check_degree(graph(1, 2, 4), 3)
 
 
 def test_blocks_stand_where_they_stood() -> None:
