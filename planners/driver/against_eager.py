@@ -38,8 +38,7 @@ from autopipe.ir.op_costs import costs
 from autopipe.ir.partition import partition
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake
 from autopipe.planfile.parts import InputSpec
-from autopipe.planners.driver.arguments import on_gpus
-from autopipe.planners.driver.examples import ROWS, two
+from autopipe.planners.driver.arguments import ROWS, on_gpus, two
 from autopipe.planners.driver.outcomes import TOLERANCE, Outcome, compare, compare_ahead
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower

@@ -6,12 +6,12 @@ What is wrong with them is refused here, before anything is traced.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.measured import Need
@@ -29,7 +29,7 @@ from autopipe.runtime.probe.probe import local_cluster, this_machine
 from autopipe.schedules.instructions import Programs, holders
 from autopipe.schedules.registry import SCHEDULES
 from autopipe.stages.precision import PRECISIONS
-from autopipe.tracing.low_precision import KEPT
+from autopipe.tracing.trace import Trace
 from autopipe.util.numbers import count
 from autopipe.util.progress import Say
 
@@ -38,6 +38,9 @@ AUTO, OFF = "auto", "off"
 
 ROWS_PER_DEVICE = 8
 """Rows of the batch for each device where nobody says how many."""
+
+ROWS = 2
+"""Of a micro-batch that a model is traced with."""
 
 WINDOW = 2
 """Receives posted ahead per boundary: one being filled while one is computed on."""
@@ -101,48 +104,6 @@ def on_gpus(cluster: Cluster | LocalSpec) -> bool:
     if isinstance(cluster, LocalSpec):
         return torch.cuda.is_available() and not cluster.cpu
     return cluster.all_gpus
-
-
-def usual_precision(cluster: Cluster | LocalSpec, model: nn.Module, say: Say) -> str:
-    """The precision where nobody asks for one: bf16 for an fp32 model on GPUs that have it."""
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if dtypes != {torch.float32}:
-        return "fp32"
-    if not on_gpus(cluster):
-        return "fp32"
-    if isinstance(cluster, LocalSpec):
-        have = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        have = all("bf16" in device.flops for device in cluster.devices)
-    if not have:
-        return "fp32"
-    say("precision: bf16 with fp32 master weights; --precision asks for another")
-    return "bf16"
-
-
-def dtypes_of(precision: str, gradients: str | None, optimizer: str | None) -> dict[str, str]:
-    """The three words of a precision: itself, `grad_dtype` and `optimizer_dtype`.
-
-    Raises:
-        AutopipeError: a dtype is asked for that does not go with the precision or with the other.
-    """
-    known = ("fp32", precision) if precision in KEPT else ("fp32",)
-    for name, asked in (("grad_dtype", gradients), ("optimizer_dtype", optimizer)):
-        if asked is not None and asked not in known:
-            raise AutopipeError(
-                f"{name}={asked} was asked for under the precision {precision}, which has "
-                f"{' or '.join(known)}",
-                hint=f"16 bits go with the precision of that name, {' or '.join(KEPT)}",
-            )
-    optimizer = optimizer or "fp32"
-    gradients = gradients or optimizer
-    if optimizer != "fp32" and gradients == "fp32":
-        raise AutopipeError(
-            f"optimizer_dtype={optimizer} and grad_dtype=fp32 were asked for: an optimizer takes "
-            "gradients in the dtype of what it changes",
-            hint=f"grad_dtype={optimizer}, or optimizer_dtype=fp32 for master weights",
-        )
-    return {"precision": precision, "grad_dtype": gradients, "optimizer_dtype": optimizer}
 
 
 def refuse_unknown(what: str, asked: str | int, known: Iterable[str | int]) -> None:
@@ -342,3 +303,26 @@ def _parsed(memory: str) -> int:
     power = "KMGT".index(letter.upper()) + 1 if letter else 0
     unit: int = (1024 if binary else 1000) ** power
     return round(float(number) * unit)
+
+
+def examples(inputs: Any, example: Any, specs: Sequence[InputSpec]) -> Callable[[int], Any]:
+    """Makes a batch of so many rows: `inputs` itself, or else rows of the example."""
+
+    def some(rows: int) -> Any:
+        return inputs(rows) if callable(inputs) else batch.some_rows(example, specs, rows)
+
+    return some
+
+
+def second(inputs: Any, example: Any, specs: Sequence[InputSpec], rows: int = ROWS) -> Any:
+    """The rows behind the first so many, as many again; the first ones if there are no others."""
+    more = inputs(2 * rows) if callable(inputs) else example
+    leaves = batch.flatten(batch.some_rows(more, specs, 2 * rows))
+    return batch.rebuild(more, batch.slice_rows(specs, leaves, rows, 2 * rows))
+
+
+def two(inputs: Any, example: Any, traced: Trace) -> list[Any]:
+    """Two micro-batches: the one that was traced, and other rows if there are any."""
+    specs, size = traced.inputs, traced.rows or ROWS
+    first = example if traced.rows is None else examples(inputs, example, specs)(2 * size)
+    return [batch.some_rows(first, specs, size), second(inputs, example, specs, size)]

@@ -9,7 +9,7 @@ Plan            best_loss       the loss whole, or in parts (`planners.driver.lo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +18,15 @@ from typing import Any
 from torch import nn
 
 from autopipe.cluster.cluster import Cluster
-from autopipe.errors import AutopipeError, PlanError, RowsFixed
+from autopipe.errors import AutopipeError, RowsFixed
 from autopipe.frontend import batch
 from autopipe.frontend.least_rows import least_rows
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.optimizer import MakeOptimizer, optimizer_factor, optimizer_named
-from autopipe.ir.blocks import Block, find_blocks
-from autopipe.ir.dataflow import Dataflow, analyse
+from autopipe.ir.blocks import find_blocks
+from autopipe.ir.dataflow import analyse
 from autopipe.planfile.contents import BATCH, ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
-from autopipe.planners.costs.asked_ops import WORDS, check_meant, is_for_ops
 from autopipe.planners.costs.precision_of import need
 from autopipe.planners.costs.tp_degrees import check_degree
 from autopipe.planners.driver import (
@@ -35,23 +34,19 @@ from autopipe.planners.driver import (
     against_whole,
     arguments,
     loss_grouping,
+    precisions,
 )
-from autopipe.planners.driver.examples import examples, second
+from autopipe.planners.driver.arguments import examples, second
 from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.request import Job, PlanRequest, Traced, as_optimizer_allows
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
 from autopipe.stages.loss_cut import apart
-from autopipe.stages.recompute import blocks_meant, words_of_option
-from autopipe.tracing import user_checkpoints
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
 from autopipe.tracing.trace import Trace
 from autopipe.util.gc_pause import resting
 from autopipe.util.progress import Say, phase
 from autopipe.util.stopwatch import Stopwatch
-
-NOTHING = "none"
-"""Asks for no block to be recomputed."""
 
 
 @resting()
@@ -106,8 +101,9 @@ def plan(
         optimizer: the name of one in torch.optim, or a function from parameters to one.
         precision: "fp32"; "bf16" or "fp16": parameters and activations are of 16 bits, with fp32
             master weights, gradients and optimizer state; "bf16-autocast" or "fp16-autocast": only
-            the matrix products that torch.autocast chooses. None: bf16 on GPUs that all have it,
-            for a model whose parameters are of fp32; else "fp32".
+            the matrix products that torch.autocast chooses. None: on GPUs that all have it, for a
+            model whose parameters are of fp32, the first of "bf16", "bf16-autocast" and "fp32" in
+            which the model can be planned; else "fp32".
         grad_dtype: in which "bf16" or "fp16" sums gradients over micro-batches and replicas: "fp32"
             or its own; the optimizer gets them in fp32. None: as `optimizer_dtype`.
         optimizer_dtype: "fp32", the default: parameters have master weights; or the precision's
@@ -188,32 +184,40 @@ def plan(
     constraints = as_optimizer_allows(constraints, optimizer, say)
     with watch("traced"):
         skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
-    request = PlanRequest(
-        model=model,
-        inputs=inputs,
-        loss=loss,
-        optimizer=optimizer,
-        **arguments.dtypes_of(
-            precision or arguments.usual_precision(asked, skeleton, say),
-            grad_dtype,
-            optimizer_dtype,
-        ),
-        compiled=compile,
-        fuse_attention=fuse_attention,
-        cluster=asked,
-        batch_size=batch_size,
-        constraints=constraints,
-        recompute=recompute,
-        offload=offload,
-        planner=planner,
-        sequence_parallel=sequence_parallel,
-        loss_over=loss_over,
-        loss_parts=parts,
-        lengths=arguments.lengths_of(inputs, lengths),
-        source=source,
-    )
+    usual = precisions.usual_precisions(asked, skeleton, say) if precision is None else [precision]
+    if grad_dtype or optimizer_dtype:  # they go with that one
+        usual = usual[:1]
+
+    def planned(precision: str) -> Plan:
+        request = PlanRequest(
+            model=model,
+            inputs=inputs,
+            loss=loss,
+            optimizer=optimizer,
+            **precisions.dtypes_of(precision, grad_dtype, optimizer_dtype),
+            compiled=compile,
+            fuse_attention=fuse_attention,
+            cluster=asked,
+            batch_size=batch_size,
+            constraints=constraints,
+            recompute=recompute,
+            offload=offload,
+            planner=planner,
+            sequence_parallel=sequence_parallel,
+            loss_over=loss_over,
+            loss_parts=parts,
+            lengths=arguments.lengths_of(inputs, lengths),
+            source=source,
+        )
+        return _planned(request, skeleton, say, watch)
+
+    return signed(precisions.in_the_first(usual, planned, say))
+
+
+def _planned(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Stopwatch) -> Plan:
+    """The best plan of what is asked for; the skeleton is left as it was."""
     traced = traced_model(request, skeleton, say, watch)
-    if fuse_attention and not traced.with_fused_attention.fused_attention:
+    if request.fuse_attention and not traced.with_fused_attention.fused_attention:
         raise AutopipeError(
             "fuse_attention was asked for, and the model writes out no attention that amounts to "
             "one op",
@@ -222,11 +226,11 @@ def plan(
     needed = need(traced.graph, request.precision)
     if request.may_fuse:
         needed |= need(traced.with_fused_attention.graph, request.precision)
-    devices = arguments.measured(asked, needed, say)
-    factor = optimizer_factor(optimizer_named(optimizer))
+    devices = arguments.measured(request.cluster, needed, say)
+    factor = optimizer_factor(optimizer_named(request.optimizer))
     found = best_loss(Job(request, traced, devices, factor), watch, say)
     check_runs(found)
-    return signed(found)
+    return found
 
 
 def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Stopwatch) -> Traced:
@@ -264,8 +268,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
     for name, module in skeleton.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             say(f"{name}: its gradients are sparse in one process, and dense in a plan")
-    recompute = _recompute(request, flow, blocks, say)
-    offload = _offload(request, blocks)
+    recompute, offload = request.recomputed(flow, blocks, say), request.offloaded(blocks)
     found = Traced(
         trace, flow, blocks, rows, least, recompute, fingerprinted, whole=whole, offload=offload
     )
@@ -309,39 +312,3 @@ def _check_loss(
     """Refuse a loss that changes when the batch is cut into replicas and micro-batches."""
     more = examples(request.inputs, example, specs)
     loss_grouping.check(trace, more, request.loss, request.loss_over, say)
-
-
-def _recompute(
-    request: PlanRequest, flow: Dataflow, blocks: Sequence[Block], say: Say
-) -> Collection[str] | None:
-    """Paths of the blocks that the user or the model wants recomputed, and words for ops that are
-    to run again in the others (`asked_ops`); None: neither says."""
-    if request.recompute is None:
-        return user_checkpoints.wanted(flow, blocks, say)
-    asked = words_of_option("recompute", request.recompute, [NOTHING])
-    words = [word for word in asked if is_for_ops(word)]
-    check_meant(flow, blocks, words)
-    named = [word for word in asked if word not in (NOTHING, *words)]
-    return (*blocks_meant(blocks, named, others=WORDS), *words)
-
-
-def _offload(request: PlanRequest, blocks: Sequence[Block]) -> Collection[str] | None:
-    """Paths of the blocks that are to offload what they keep; None: the planner chooses.
-
-    What runs again is not kept: `--recompute all --offload h.3` means all others and this one.
-
-    Raises:
-        PlanError: there is no such block, or the same is asked to run again.
-    """
-    asked = words_of_option("offload", request.offload, [arguments.AUTO, arguments.OFF])
-    again = words_of_option("recompute", request.recompute, [NOTHING])
-    if arguments.AUTO in asked:
-        return None
-    both = [word for word in asked if word in again]
-    if both:
-        raise PlanError(
-            f"offload={both[0]} was asked for, and recompute={both[0]} too: what runs again is not "
-            "kept, and there is nothing to offload",
-            hint="name other blocks with --offload than with --recompute",
-        )
-    return blocks_meant(blocks, [word for word in asked if word != arguments.OFF], "offload")

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.spec import LocalSpec
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, PlanError
 from autopipe.frontend.least_rows import ONE, Least
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.optimizer import (
@@ -29,17 +29,22 @@ from autopipe.ir.blocks import Block, classes, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import Graph, bytes_at
 from autopipe.planfile.contents import MICRO_BATCH
-from autopipe.planners.costs.asked_ops import words_of
-from autopipe.planners.driver.arguments import on_gpus
+from autopipe.planners.costs.asked_ops import WORDS, check_meant, is_for_ops, words_of
+from autopipe.planners.driver.arguments import AUTO, OFF, on_gpus
 from autopipe.planners.model.problem import Constraints
 from autopipe.planners.search.configs import one_of
 from autopipe.rewriting.fused_attention import fused
 from autopipe.stages.dry_run import Known
+from autopipe.stages.recompute import blocks_meant, words_of_option
 from autopipe.stages.whole_loss import WholeLoss
+from autopipe.tracing import user_checkpoints
 from autopipe.tracing.low_precision import SixteenBits, kept
 from autopipe.tracing.source import Source
 from autopipe.tracing.trace import Trace
 from autopipe.util.progress import Say
+
+NOTHING = "none"
+"""Asks for no block to be recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +95,40 @@ class PlanRequest:
     def sixteen_bits(self) -> SixteenBits | None:
         """The 16-bit dtypes that the model is traced in; None: as it is built."""
         return kept(self.precision, self.optimizer_dtype, self.grad_dtype)
+
+    def recomputed(
+        self, flow: Dataflow, blocks: Sequence[Block], say: Say
+    ) -> Collection[str] | None:
+        """Paths of the blocks that the user or the model wants recomputed, and words for ops that
+        are to run again in the others (`asked_ops`); None: neither says."""
+        if self.recompute is None:
+            return user_checkpoints.wanted(flow, blocks, say)
+        asked = words_of_option("recompute", self.recompute, [NOTHING])
+        words = [word for word in asked if is_for_ops(word)]
+        check_meant(flow, blocks, words)
+        named = [word for word in asked if word not in (NOTHING, *words)]
+        return (*blocks_meant(blocks, named, others=WORDS), *words)
+
+    def offloaded(self, blocks: Sequence[Block]) -> Collection[str] | None:
+        """Paths of the blocks that are to offload what they keep; None: the planner chooses.
+
+        What runs again is not kept: `--recompute all --offload h.3` means all others and this one.
+
+        Raises:
+            PlanError: there is no such block, or the same is asked to run again.
+        """
+        asked = words_of_option("offload", self.offload, [AUTO, OFF])
+        again = words_of_option("recompute", self.recompute, [NOTHING])
+        if AUTO in asked:
+            return None
+        both = [word for word in asked if word in again]
+        if both:
+            raise PlanError(
+                f"offload={both[0]} was asked for, and recompute={both[0]} too: what runs again is "
+                "not kept, and there is nothing to offload",
+                hint="name other blocks with --offload than with --recompute",
+            )
+        return blocks_meant(blocks, [word for word in asked if word != OFF], "offload")
 
     def microbatch_rows(self, rows: int) -> int | None:
         """The rows of a micro-batch, if all that they follow from is asked for.

@@ -18,7 +18,7 @@ from autopipe.frontend.optimizer import (
     stepped_apart,
     without_names,
 )
-from autopipe.planners.driver.arguments import limits_of, usual_precision
+from autopipe.planners.driver.arguments import limits_of
 from autopipe.planners.driver.request import PlanRequest, as_optimizer_allows, micro_batch_rows
 from autopipe.planners.model.problem import Constraints
 from tests.support.inprocess import machine
@@ -70,13 +70,6 @@ def test_attentions_are_fused_on_the_gpus_of_the_cluster(
         loss_over="rows",
     )
     assert request.may_fuse == fuses[here]
-
-
-def test_on_a_processor_it_is_fp32() -> None:
-    said: list[str] = []
-    assert usual_precision(LocalSpec(2, cpu=True), nn.Linear(2, 2), said.append) == "fp32"
-    assert usual_precision(parse("2xA100-80GB"), nn.Linear(2, 2), said.append) == "bf16"
-    assert len(said) == 1
 
 
 def test_micro_batches_have_rows_that_some_mesh_divides_the_batch_into() -> None:
