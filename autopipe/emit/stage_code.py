@@ -196,9 +196,10 @@ class _Writer:
 
         states = self._states("")
         again: list[str] = []
+        homes = [f"{in_graph_module(module)}." for module, _, _ in self.instances]
         for (module, _, _), (path, made) in self.instances.items():
             home = in_graph_module(module)
-            if path == home:  # in the place of its states
+            if path == home and not home.startswith(tuple(homes)):  # in the place of its states
                 below = f"{home}."
                 states = {home if n.startswith(below) else n: x for n, x in states.items()}
                 states[home] = made

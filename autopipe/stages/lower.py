@@ -144,9 +144,10 @@ def lower(
     for value in values_in(tuple(results)):
         emitter.load(outer, value, env, prefix="")
     outer.output(tuple(emitter.argument(result, env) for result in results))
-    for path, module in pieces.items():
-        parent, _, leaf = path.rpartition(".")
-        setattr(root.get_submodule(parent), leaf, module)
+    # Outer ones first: a method of a block's module may call a block before the module is called.
+    for path, module in sorted(pieces.items(), key=lambda piece: piece[0].count(".")):
+        *parents, leaf = path.split(".")
+        setattr(_reached(root, parents), leaf, module)
     _install(root, stage, states)  # again: a piece has only those that it reads itself
     module = fx.GraphModule(root, outer, class_name=f"Stage{stage.index}")
     nodes = [graph.nodes[position] for position in stage.nodes]
@@ -160,19 +161,23 @@ def parameters_of(module: nn.Module, names: Sequence[str]) -> list[nn.Parameter]
 
 
 def _install(root: nn.Module, stage: Stage, states: Mapping[str, Tensor]) -> None:
-    """Register a stage's states under their dotted names, with plain modules on the way."""
+    """Register a stage's states under their dotted names."""
     for name in stage.states:
         *path, leaf = in_graph_module(name).split(".")
-        module = root
-        for part in path:
-            if not hasattr(module, part):
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        tensor = states[name]
+        module, tensor = _reached(root, path), states[name]
         if isinstance(tensor, nn.Parameter):
             module.register_parameter(leaf, tensor)
         else:
             module.register_buffer(leaf, tensor)
+
+
+def _reached(root: nn.Module, path: Sequence[str]) -> nn.Module:
+    """The module at a path, with plain ones on the way where there are none."""
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    return root
 
 
 @dataclass(frozen=True)

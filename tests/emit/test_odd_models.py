@@ -8,7 +8,7 @@ import autopipe
 from autopipe.emit.emit import stages
 from autopipe.emit.forward_code import Body
 from tests.support import inprocess
-from tests.support.odd_models import built
+from tests.support.odd_models import Filters, built, planned, square
 
 
 def test_labels_that_tensor_parallel_ranks_deal_out_have_a_name() -> None:
@@ -55,3 +55,12 @@ def test_a_stage_that_takes_nothing_and_gives_nothing() -> None:
     files = stages(built(Tagger), plan, tag_loss)
     empty = [text for text in files.values() if "return ()" in text]
     assert empty and not any("takes" in text or "gives" in text for text in empty)
+
+
+def test_a_block_within_another_that_is_called_by_itself_is_put_there() -> None:
+    """It had no code: where the outer block is made stood the inner one's weights alone."""
+    plan = planned(built(Filters), pp=2, micro_batches=2)
+    text = "".join(stages(built(Filters), plan, square).values())
+    for number in ("0", "2"):  # of the one between, a stage has the kernel, the other the rest
+        assert f'self.filters["{number}"].add_module("made", Sequential())' in text
+        assert f'self.filters["{number}"].made(' in text

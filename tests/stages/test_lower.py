@@ -8,6 +8,7 @@ from autopipe.ir.blocks import find_blocks
 from autopipe.stages.lower import lower
 from autopipe.stages.node_calls import NODE_NAME
 from tests.support.inprocess import traced
+from tests.support.odd_models import Filters, built, inputs, square, unlike
 from tests.support.staged import (
     eager_step,
     lowered,
@@ -105,6 +106,14 @@ def test_a_module_called_again_in_the_stage_that_has_half_of_its_first_call():
     x = torch.rand(2, 4)
     loss = one_micro_batch([first, second], micro_batches(found, {"x": x}, 1)[0], 1.0)
     assert torch.equal(loss, model(x))
+
+
+@pytest.mark.parametrize("cuts", [[], ["filters.1.made.0/linear/0"], ["filters.1/mul/0"]])
+def test_a_block_within_another_that_is_called_before_it_stays_there(cuts):
+    """Bug: the outer one was put in the place of both, and no graph ran."""
+    blocks = find_blocks(trace_model(Filters(), inputs, square).graph)
+    assert {"filters.1.made", "filters.1"} <= {block.path for block in blocks}
+    assert unlike(built(Filters), cuts=cuts) == []
 
 
 def test_every_node_of_the_stage_is_in_its_code_once():

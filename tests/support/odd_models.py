@@ -70,6 +70,31 @@ class OfAPart(Net):
         return self.head(self.head(hidden))
 
 
+class Filter(nn.Module):
+    """As Hyena has it: `kernel()` calls a block before the module itself is called, as another."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.bias = nn.Parameter(torch.ones(8))
+
+    def kernel(self, x):
+        return self.made(x.cos())
+
+    def forward(self, x, kernel):
+        return (x * kernel + self.bias).tanh() * self.bias
+
+
+class Filters(Net):
+    def begin(self):
+        self.filters = nn.ModuleList(Filter() for _ in range(3))
+
+    def inside(self, hidden):
+        for one in self.filters:
+            hidden = one(hidden + 1, one.kernel(hidden))
+        return hidden
+
+
 def inputs(rows):
     """The first rows do not depend on how many follow."""
     drawn = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))[:rows]
