@@ -1,4 +1,4 @@
-"""What a model registers while it runs: a parameter is refused, a buffer is a cache.
+"""What a model registers while it runs, and what it finds elsewhere than where it is registered.
 
     if self.scale is None:
         self.scale = nn.Parameter(torch.ones(x.shape[-1]))      refused
@@ -7,22 +7,30 @@
 
 An optimizer that is made before the first forward does not have such a parameter, one that is made
 after it does: the model itself does not say whether it is trained.
+
+    self.ws = [nn.Parameter(...), ...]              forward reads self.ws
+    self.params = nn.ParameterList(self.ws)         and an optimizer finds them here
+
+A trace puts tensors of its own where parameters are registered, and lists, closures and modules in
+lists have those that were there before. When torch is called, one stands for the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
+from autopipe.ir.torch_private import tree_map
 
 
 @contextmanager
@@ -75,3 +83,30 @@ def _refusal(name: str, *, again: bool) -> CaptureError:
         hint="make it in __init__, or call the model once on a batch where it is built: with "
         "torch.no_grad(): net(**inputs(2))",
     )
+
+
+class AsRegistered(TorchFunctionMode):
+    """Within, what was the parameter of a name is what the model has by that name now.
+
+    Args:
+        before: the parameters of the model by their names, as they were.
+        others: what else stands for them, each with the one of them that it stands for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        before: Mapping[str, Tensor],
+        others: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        super().__init__()
+        now = dict(model.named_parameters())
+        self._now = {id(one): now[name] for name, one in before.items()}
+        self._now |= {id(one): self._now[id(own)] for one, own in others if id(own) in self._now}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(self._of_now, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _of_now(self, leaf: Any) -> Any:
+        return self._now.get(id(leaf), leaf) if isinstance(leaf, nn.Parameter) else leaf

@@ -8,10 +8,6 @@ A constructor has three attempts, each of which makes parameters fake at a later
 
 Buffers are real, since Python may read them. Tensors that a constructor asks for on the meta device
 or a GPU are made on the CPU (`on_cpu`): initialisers can fill them, and Python can read them.
-
-A copy has hooks that close over the copy; `copy.deepcopy` leaves functions as they are:
-
-    layer.register_forward_hook(lambda module, args, made: made + self.adapter(args[0]))
 """
 
 from __future__ import annotations
@@ -49,6 +45,14 @@ from autopipe.util.host_memory import in_turn
 
 Factory = Callable[[], nn.Module]
 _CPU = torch.device("cpu")
+_Made = tuple[weakref.ref[nn.Parameter], nn.Parameter]
+_MADE: weakref.WeakKeyDictionary[nn.Module, list[_Made]] = weakref.WeakKeyDictionary()
+
+
+def still_real(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """The real parameters that are held somewhere still, in a list of the model's for example, each
+    with the fake one that is registered in its place."""
+    return [(real, fake) for known, fake in _MADE.get(model, ()) if (real := known()) is not None]
 
 
 def build_fake(
@@ -75,10 +79,9 @@ def build_fake(
         why = f"{user_lines.of_error(_root(error))}: {_reason(error)}"
     with in_turn():
         free = room() if room is not None else None
-        try:
+        model = None
+        with suppress(Exception):  # values may be read of what has been attached
             model = _Parts("attached", free, why).build(factory)
-        except Exception:  # values may be read of what has been attached
-            model = None
         if model is None:
             model = _Parts("built", free, why).build(factory)
     if say is not None:
@@ -103,7 +106,7 @@ class _Parts:
         self.held = 0
         self.mode = fake_mode()
         # By identity, and only while the real one lives: its id may be taken again after that.
-        self.made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+        self.made: dict[int, _Made] = {}
 
     def build(self, factory: Factory) -> nn.Module:
         """Run it; the caller's random numbers are left as they were."""
@@ -114,19 +117,16 @@ class _Parts:
             model = factory()
             if isinstance(model, nn.Module):
                 self._let_go(model)
+                _MADE[model] = [*self.made.values()]
         return model
 
     @contextmanager
     def _registering(self) -> Iterator[None]:
-        hooks = [
-            register_module_parameter_registration_hook(self._register),  # type: ignore[arg-type]
-            register_module_module_registration_hook(self._attach),
-        ]
-        try:
+        made = register_module_parameter_registration_hook(self._register)  # type: ignore[arg-type]
+        with ExitStack() as until:
+            until.callback(made.remove)
+            until.callback(register_module_module_registration_hook(self._attach).remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _register(self, module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
         lazy = is_lazy(parameter)  # a first call will give it its shape, in place
@@ -262,8 +262,7 @@ def fake_copy(model: nn.Module) -> nn.Module:
     memo: dict[int, object] = {}
     for name, parameter in model.named_parameters():
         _check_kind(name, parameter)
-        known = is_fake(parameter)
-        memo[id(parameter)] = parameter if known else fake_parameter(mode, parameter)
+        memo[id(parameter)] = parameter if is_fake(parameter) else fake_parameter(mode, parameter)
     for buffer in model.buffers():
         if buffer.is_meta and not is_fake(buffer):
             memo[id(buffer)] = fake_like(mode, buffer).to("cpu")

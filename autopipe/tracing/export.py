@@ -8,7 +8,7 @@ values that Python reads are recorded in a first run and replayed (`tracing.valu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import sympy
@@ -19,10 +19,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from autopipe.eager import assigned_buffers, unsaid, unsaid_modes
 from autopipe.eager.holders import Part
 from autopipe.eager.kept import left_by, restoring
+from autopipe.eager.registered import AsRegistered
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import refusals, user_lines
-from autopipe.frontend.construct import off_gpus
+from autopipe.frontend.construct import off_gpus, still_real
 from autopipe.frontend.extremes import chosen_by_tensors
 from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss, plain_tree
 from autopipe.frontend.quiet import libraries_hushed
@@ -72,6 +73,7 @@ class Program(nn.Module):
         twins: modules whose parameters, and tensors in attributes, stand for the model's own where
             the loss reads them.
         regions: the calls that are ops of a trace (`opaque.regions`).
+        held_twice: whether parameters are found elsewhere than where they are registered.
     """
 
     def __init__(
@@ -99,6 +101,9 @@ class Program(nn.Module):
         self.otherwise: CaptureError | None = None
         self.twins: tuple[nn.Module, ...] = ()
         self.regions: tuple[Running, ...] = ()
+        self._still_real = still_real(model)
+        self.held_twice = bool(self._still_real)
+        self._registered = dict(model.named_parameters())
         self.specs = specs
         self.batch = batch
         self._with_outputs = outputs
@@ -135,11 +140,15 @@ class Program(nn.Module):
             unsaid_modes.refused(),
             branches.as_ops(self.model),
             packed.as_ops(),
+            self._as_registered() if self.held_twice else nullcontext(),
         ):
             try:
                 return self._results(batch, args, kwargs)
             except GuardOnDataDependentSymNode as error:  # export would print its graph for it
                 raise refusals.takes_a_number(user_lines.of_error(error)) from error
+
+    def _as_registered(self) -> AsRegistered:
+        return AsRegistered(self.model, self._registered, self._still_real)
 
     def _results(self, batch: Any, args: Any, kwargs: Any) -> Any:
         if self.kept is not None:

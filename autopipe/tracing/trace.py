@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopipe.eager import unsaid
@@ -274,23 +275,31 @@ class _Tracing:
                 break
         return reads, proofs[0].alike
 
-    def export(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
-        """The trace with these reads, and with stubs for the modules in `alike`."""
+    def captured(
+        self, reads: Sequence[Read], alike: Mapping[str, str]
+    ) -> torch.export.ExportedProgram:
+        """The exported program; once more where parameters are held twice (`eager.registered`)."""
         program = self.program
         try:
             with caches_put_back(*program.parts):
-                exported = capture(
+                return capture(
                     *(program, self.leaves, self.specs),
                     reads=reads,
                     alike=alike,
                     symbolic=self.symbolic,
                 )
         except CaptureError as error:
-            lifted = _LIFTED in str(error.__cause__)
-            outside = without_values(program.model) if lifted else []
-            if not outside:
+            if _LIFTED not in str(error.__cause__):
                 raise
-            raise _kept_outside(outside) from error
+            if program.held_twice:
+                outside = without_values(program.model)
+                raise (_kept_outside(outside) if outside else error) from error
+            program.held_twice = True
+        return self.captured(reads, alike)
+
+    def export(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
+        """The trace with these reads, and with stubs for the modules in `alike`."""
+        program, exported = self.program, self.captured(reads, alike)
         if program.otherwise is not None:
             raise program.otherwise
         graph = convert(exported, program.model, self.specs, program.twins, program.assigned)
