@@ -17,8 +17,8 @@ import ast
 import linecache
 import re
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import cache
 from types import CodeType, FunctionType
@@ -42,6 +42,8 @@ _trees: dict[FunctionType, ast.FunctionDef] = {}
 """Of functions that have been looked at, their source as it stands in the file."""
 _taken: dict[FunctionType, dict[str, Excerpt]] = {}
 """Of functions that were compiled once more, the methods that they call, by their names."""
+_before: list[tuple[FunctionType, CodeType, dict[str, Excerpt]]] = []
+"""Of each time that a function was compiled once more, its code and its methods before."""
 
 
 def candidates(kind: type, code: CodeType, line: int) -> list[str]:
@@ -88,6 +90,20 @@ def outline(kind: type, name: str) -> None:
             )
 
 
+@contextmanager
+def put_back_after_errors() -> Iterator[None]:
+    """Within, lines may become methods; after an error functions are as they were before."""
+    known = len(_before)
+    try:
+        yield
+    except Exception:
+        with _compiling:
+            while len(_before) > known:
+                function, code, methods = _before.pop()
+                function.__code__, _taken[function] = code, methods
+        raise
+
+
 def _outlined(
     kind: type, function: FunctionType, tree: ast.FunctionDef, name: str, asked: re.Match[str]
 ) -> bool:
@@ -108,6 +124,7 @@ def _outlined(
         closure = tuple(cells[free] for free in codes[method].co_freevars)
         made = FunctionType(codes[method], function.__globals__, method, None, closure)
         setattr(owner, method, made)
+    _before.append((function, function.__code__, known))
     function.__code__ = codes[tree.name].replace(co_qualname=function.__code__.co_qualname)
     _taken[function] = excerpts
     return True

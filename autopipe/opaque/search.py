@@ -11,14 +11,15 @@ Where no call can run as it is, a few of the lines in one can (`outlined`).
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from autopipe.errors import Uncaptured
+from autopipe.errors import CaptureError, Uncaptured
 from autopipe.ir.torch_private import module_backward_hooks
 from autopipe.opaque import outlined
 from autopipe.opaque.scripted import Scripted
@@ -58,12 +59,39 @@ def with_regions(
 ) -> T:
     """The trace of a model, with regions where it needs them; most need none.
 
+    Of a call that is most of the model, as where `forward` calls `training_step`, a few lines are
+    tried too: no stage can have a part of what runs as it is.
+
     Args:
         twins: gives other models of the same modules that may have run in the place of `model`.
 
     Raises:
         CaptureError: not even its largest parts can run as they are.
     """
+    found, regions = _search(model, twins, trace, measure, ())
+    most = {Site(one.module, one.method) for one in regions if _is_most(model, one)}
+    if most:
+        with suppress(CaptureError), outlined.put_back_after_errors():
+            found, _ = _search(model, twins, trace, measure, most)
+    return found
+
+
+def _is_most(model: nn.Module, region: Region) -> bool:
+    """Whether a call, which has lines to choose from, reads more than half of what is trained."""
+    if region.method == LOSS or outlined.is_outlined(region.method):
+        return False
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    return 2 * sum(sizes.get(name, 0) for name in region.states) > sum(sizes.values())
+
+
+def _search(
+    model: nn.Module,
+    twins: Callable[[], Sequence[nn.Module]],
+    trace: Callable[[tuple[Region, ...]], T],
+    measure: Measure,
+    unwanted: Collection[Site],
+) -> tuple[T, tuple[Region, ...]]:
+    """A trace and its regions; of calls that are unwanted only lines in them run as they are."""
     troubles = [
         _Trouble(Uncaptured(why), _modules_around(site)) for site, why in _made_so(model).items()
     ]
@@ -72,14 +100,16 @@ def with_regions(
         why = {site: text for one in troubles for site, text in one.sites(model).items()}
         sites = (*outermost(list(why)), *(site for site in shared if site in why))
         try:
-            return trace(measure(sites, why) if sites else ())
+            regions = measure(sites, why) if sites else ()
+            return trace(regions), regions
         except Wider as wider:
             one = next(one for one in troubles if wider.site in one.sites(model))
             one.tried += (one.around.pop(0),)
             one.wider = f"{one.tried[-1]} cannot, for {wider}"
         except Uncaptured as error:
             frames = _deepest(error, [model, *twins()])
-            around = [site for site in _around(error, frames) if site not in sites]
+            around = _around(error, frames, unwanted)
+            around = [site for site in around if site not in sites]
             if not around:
                 raise _refusal(error, "") from error
             if around[0] in why:  # within a wider one, and called from outside of it too
@@ -143,13 +173,17 @@ def _deepest(error: Uncaptured, models: Sequence[nn.Module]) -> list[_Frame]:
     return best
 
 
-def _around(error: Uncaptured, frames: Sequence[_Frame]) -> list[Site]:
+def _around(error: Uncaptured, frames: Sequence[_Frame], unwanted: Collection[Site]) -> list[Site]:
     """What may run as it is for an error: calls, then lines, then the model's own forward.
 
     Its own comes last, since nothing of the model is cut then, and is left out unless the error
-    says otherwise.
+    says otherwise. Of an unwanted call what is in it comes in its place, and nothing after that.
     """
     calls, own = _calls_around(error, frames), Site("", WHOLE)
+    for number, site in enumerate(calls):
+        if site in unwanted:
+            begin = next((n for n, one in enumerate(frames) if one.site == site), len(frames))
+            return [*calls[:number], *_lines_of(error, frames[begin:])]
     within = [*(site for site in calls if site != own), *_lines_of(error, frames)]
     return [*within, own] if error.whole and own in calls else within
 

@@ -232,7 +232,7 @@ def _record(look: _Look, within: Within, real: Callable[[], nn.Module] | None) -
     except ReadsParameter as found:
         if real is None:
             raise CaptureError(
-                f"{found.place}: Python reads a value here that depends on the model's weights, "
+                f"{found}: Python reads a value here that depends on the model's weights, "
                 "which are not at hand",
                 hint="express the branch as a computation (torch.where), or plan where the whole "
                 "model fits in memory",

@@ -43,11 +43,7 @@ from autopipe.planfile.parts import Read
 
 
 class ReadsParameter(Exception):
-    """A read depends on a fake parameter, which has no values; `place` is the user's line."""
-
-    def __init__(self, place: str) -> None:
-        super().__init__(place)
-        self.place = place
+    """A read depends on a fake parameter, which has no values; it is given the user's line."""
 
 
 class NeedsNumbers(Exception):
@@ -206,6 +202,7 @@ class _Recording(TorchFunctionMode):
                 f"{read.place}: Python reads {first} from a tensor here of the first two rows, and "
                 f"{read.value!r} of the next two",
                 hint="make the branch part of the computation (torch.where)",
+                lines=True,
             )
 
 

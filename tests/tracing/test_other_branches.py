@@ -2,7 +2,7 @@
 
 planning runs the model on the first two rows, and again on the next two
 Python reads the same of both          one branch, which each micro-batch is held to
-it reads something else                the call in which it does runs as it is
+it reads something else                the call in which it does runs as it is, or the lines
 """
 
 import pytest
@@ -130,18 +130,87 @@ def test_a_branch_that_all_rows_take_is_traced():
 
 
 class AtTheTop(Net):
+    """In the model's own forward, where a few lines run as they are."""
+
     def forward(self, x):
         hidden = self.middle(self.up(x).relu())
-        return self.down(hidden * 2 if x[0, 0] > 0 else hidden)
+        if x[0, 0] > 0:
+            hidden = hidden * 2
+        return self.down(hidden)
 
 
-def test_of_a_branch_of_the_whole_model_the_first_is_planned():
-    """Nothing would be cut if the whole model ran as it is: its micro-batches are held to one."""
-    said = []
+class LoopAtTheTop(Net):
+    """A number that a loop follows from."""
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        for _ in range(int(hidden.sum().item()) % 3 + 1):
+            hidden = self.middle(hidden).tanh()
+        return self.down(hidden)
+
+
+class CountsHits(Net):
+    """As modules of Lightning are often written: forward is a call, and a number is kept."""
+
+    def begin(self):
+        self.hits = 0
+
+    def forward(self, x):
+        return self.training_step(x)
+
+    def training_step(self, x):
+        hidden = self.middle(self.up(x).relu())
+        self.hits += (hidden.argmax(-1) == 3).sum().item()
+        return self.down(hidden)
+
+
+@pytest.mark.parametrize(
+    "kind, lines",
+    [
+        (AtTheTop, "forward_lines_3_to_4()"),
+        (LoopAtTheTop, "forward_lines_3_to_4()"),
+        (CountsHits, "training_step_lines_3_to_3()"),
+    ],
+)
+def test_of_a_branch_of_the_whole_model_a_few_lines_run_as_they_are(kind, lines):
+    """Bug: the run ended in a later micro-batch; or all of `training_step` was one piece, and no
+    pipeline could cut it."""
     rows = inputs(4)["x"]
     assert (rows[0, 0] > 0) != (rows[2, 0] > 0)
-    trace = trace_model(built(AtTheTop), inputs, square, others=others, say=said.append)
+    assert [r.name for r in trace_model(built(kind), inputs, square, others=others).regions] == [
+        lines
+    ]
+    assert unlike(built(kind), cuts=["relu/0"], others=others) == []
+    assert planned(built(kind), pp=2).regions
+
+
+class InOneLine(Net):
+    def forward(self, x):
+        return self.down(self.middle(self.up(x).relu()) * (2 if x[0, 0] > 0 else 1))
+
+
+def test_a_model_of_one_line_runs_as_it_is():
+    """No pipeline can cut it then, and each micro-batch takes its own branch."""
+    model = built(InOneLine)
+    (region,) = trace_model(model, inputs, square, others=others).regions
+    assert region.name == "forward_lines_2_to_2()"
+    assert unlike(model, others=others) == []
+
+
+class Deletes(Net):
+    """No lines are taken out of a function that forgets a name."""
+
+    def forward(self, x):
+        hidden, first = self.middle(self.up(x).relu()), x[0, 0]
+        del x
+        return self.down(hidden * 2 if first > 0 else hidden)
+
+
+def test_of_a_branch_that_no_lines_hold_the_first_is_planned():
+    """The model's own forward stays a graph that can be cut: its micro-batches are held to it."""
+    said = []
+    trace = trace_model(built(Deletes), inputs, square, others=others, say=said.append)
     assert trace.regions == ()
     assert any("a micro-batch of such rows is refused in the run" in line for line in said)
     with pytest.raises(ModelError, match="in this micro-batch"):
-        unlike(built(AtTheTop), others=others)
+        unlike(built(Deletes), others=others)
