@@ -55,10 +55,17 @@ def as_before(*parts: Part) -> Iterator[None]:
             for model, known in buffers:
                 put(model, known)
             for own, was in values:
-                own.copy_(was)
+                _put_back(own, was)
             for own, count, was in others:
                 if version(own) != count:
-                    own.copy_(was)
+                    _put_back(own, was)
+
+
+def _put_back(own: Tensor, was: Tensor) -> None:
+    """Give a tensor its values again, and its shape: observers of torch.ao resize their buffers."""
+    if own.shape != was.shape:
+        own.resize_(was.shape)
+    own.copy_(was)
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,11 @@ def written(model: nn.Module, names: Collection[str]) -> Iterator[Assigned]:
 
     Raises:
         CaptureError: a buffer that is no cache gets another shape or dtype, or is assigned outside
-            of the call of its own module; or it is written, and other buffers are views of it.
+            of the call of its own module; or it is resized, or written, and others are views of it.
     """
     before, found = buffers_of(model), Assigned()
     versions = {name: version(buffer) for name, buffer in before.items()}
+    shapes = {name: buffer.shape for name, buffer in before.items()}
     try:
         with ExitStack() as until:
             for name in names:
@@ -92,6 +100,7 @@ def written(model: nn.Module, names: Collection[str]) -> Iterator[Assigned]:
                 until.callback(module.register_forward_pre_hook(call.begin).remove)
                 until.callback(module.register_forward_hook(call.end).remove)
             yield found
+        _check_shapes(model, before, shapes)
         after = buffers_of(model)
         changed = [name for name, buffer in before.items() if after.get(name) is not buffer]
         _check_views(model, before, versions)
@@ -112,6 +121,19 @@ def written(model: nn.Module, names: Collection[str]) -> Iterator[Assigned]:
     finally:  # also after an error: the model may be traced again
         now = buffers_of(model)
         put(model, {name: buffer for name, buffer in before.items() if now.get(name) is not buffer})
+
+
+def _check_shapes(
+    model: nn.Module, buffers: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+) -> None:
+    """Refuse a buffer that is resized in place, which an op of a graph does not do."""
+    for name, buffer in buffers.items():
+        if buffer.shape != shapes[name]:
+            raise CaptureError(
+                f"{_owner(model, name)}: the buffer {name!r} is resized from "
+                f"{list(shapes[name])} to {list(buffer.shape)}, and a graph has one shape for good",
+                hint="what a first call is to initialise, call the model once for in model()",
+            )
 
 
 def _check_names(

@@ -1,4 +1,7 @@
-"""Buffers that share memory: under two names they are one tensor, as views they are two."""
+"""Buffers that share memory: under two names they are one tensor, as views they are two.
+
+And such as get another size in the memory that they have.
+"""
 
 import pytest
 import torch
@@ -146,3 +149,34 @@ class AnchoredForLater(Anchored):
 
 def test_one_that_forward_does_not_read_is_no_obstacle(size):
     planned(built(AnchoredForLater))
+
+
+class Observes(Net):
+    """As observers of torch.ao: the first call gives a buffer its size."""
+
+    def begin(self):
+        self.register_buffer("low", torch.zeros(0))
+
+    def inside(self, hidden):
+        hidden, known = self.middle(hidden), self.low.numel() > 0
+        least = hidden.detach().amin(0)
+        least = torch.minimum(least, self.low) if known else least
+        self.low.resize_(8).copy_(least)
+        return hidden - self.low.clone()
+
+
+class Observed(Observes):
+    """The model as it should be handed over."""
+
+    def begin(self):
+        super().begin()
+        with torch.no_grad():
+            self.inside(torch.ones(2, 8))
+
+
+def test_a_buffer_that_is_resized_is_refused_until_it_has_its_size():
+    """Bug: a traceback; the old numbers could not be written into the new size."""
+    said = refusal(built(Observes))
+    assert "the buffer 'low' is resized from [0] to [8]" in said
+    assert "call the model once for in model()" in said
+    assert unlike(built(Observed), cuts=["relu/1"]) == []
