@@ -40,7 +40,7 @@ from autopipe.stages.lower import lower
 from autopipe.stages.node_calls import NODE_NAME
 from autopipe.stages.rng import stream
 from autopipe.tracing.export import Program
-from autopipe.tracing.low_precision import KEPT, parameters_in
+from autopipe.tracing.low_precision import kept_by, parameters_in
 from autopipe.tracing.trace import Trace
 
 CLOSE = 1e-5
@@ -179,7 +179,7 @@ def _eager(
     plan: Plan, file: ModelFile, part: Mapping[str, Any], batch: Any, names: list[str]
 ) -> _Eager:
     """The first micro-batch's forward by the model itself."""
-    model, kept, found = built(file), KEPT.get(plan.precision), _Eager()
+    model, kept, found = built(file), kept_by(plan), _Eager()
     with ExitStack() as until, torch.no_grad():
         for path, module in model.named_modules():
             if path:
@@ -199,7 +199,7 @@ def _by_nodes(
 ) -> dict[str, list[Tensor]]:
     """What each node of the whole graph makes, by its name."""
     graph, model = traced.graph, built(file)
-    with parameters_in(model, KEPT.get(plan.precision)):
+    with parameters_in(model, kept_by(plan)):
         named = {**graph.constants, **buffers_of(model), **dict(model.named_parameters())}
         (stage,) = partition(analyse(graph), [])
         states = {name: named[name] for name in stage.states}

@@ -127,14 +127,16 @@ class Unsplit:
             Unmatched: the model's random ops are not one for each random node of its graph.
             Unrepeatable: as `names`.
         """
-        plan, low = self._plan, self._kept.dtype if self._kept is not None else None
+        plan, kept = self._plan, self._kept
         dp, count = self._parts
         self._before = [*self._of_replicas]
         rows = plan.batch.rows // (dp * count)
         total: dict[str, Tensor] = {}
         results: list[tuple[Tensor, ...]] = []
-        with parameters_in(self.model, low):
-            program = Program(self.model, batch, self._file.loss, plan.inputs, kept=low, eager=True)
+        with parameters_in(self.model, kept):
+            program = Program(
+                self.model, batch, self._file.loss, plan.inputs, kept=kept, eager=True
+            )
             leaves = batches.flatten(batch)
             # Of all replicas already, as a batch of one replica's own is.
             every = Microbatches(plan, leaves, 0, rows, dp * count, sharded=True)

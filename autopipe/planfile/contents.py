@@ -72,7 +72,8 @@ class Plan:
     without any, rows may be shorter all the same. `regions` run as the user wrote them.
     `rows_fixed`: the graph is one of micro-batches of as many rows as planned, and of no others.
     Under the precisions bf16 and fp16, `grad_dtype` is what gradients are summed in, and
-    `optimizer_dtype` what the optimizer changes: fp32 master weights, or parameters of 16 bits.
+    `optimizer_dtype` what the optimizer changes: fp32 master weights, or parameters of 16 bits;
+    `low_buffers` are the fp32 buffers that forward reads in 16 bits, since they meet activations.
     `work` is what a step computes; null if that is not known, or no matrix product. `made` has a
     few digits of each part as the planner has left it, by which `edited` finds what was changed
     since.
@@ -110,6 +111,7 @@ class Plan:
     lengths: tuple[int, ...] = ()
     grad_dtype: str = "fp32"
     optimizer_dtype: str = "fp32"
+    low_buffers: tuple[str, ...] = ()
     regions: tuple[Region, ...] = ()
     rows_fixed: bool = False
     made: dict[str, str] = field(default_factory=dict)

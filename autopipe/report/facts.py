@@ -92,6 +92,10 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "precision", f"{plan.precision.removesuffix('-autocast')} in matrix products{kept}"
     elif plan.precision != "fp32":
         yield "precision", f"{plan.precision}, {_beside(plan)}"
+    if plan.low_buffers:
+        first, *others = plan.low_buffers
+        more = f" and {len(others)} more" if others else ""
+        yield "buffers", f"{first}{more}: read in {plan.precision}, where they meet activations"
     if plan.products != ("fp32",) and plan.precision == "fp32":
         own = " and ".join(plan.products)
         yield "precision", f"{own}, the model's own, in which its tensors are counted and sent"

@@ -46,7 +46,7 @@ from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.placements import BIG
 from autopipe.planfile.regions import LOSS
 from autopipe.rewriting.gpu_autocast import of_absent_gpus
-from autopipe.tracing.low_precision import cast
+from autopipe.tracing.low_precision import SixteenBits, buffers_in, cast
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
 from autopipe.tracing.value_guards import replay
@@ -84,7 +84,7 @@ class Program(nn.Module):
         specs: Sequence[InputSpec],
         *,
         outputs: bool = False,
-        kept: torch.dtype | None = None,
+        kept: SixteenBits | None = None,
         eager: bool = False,
     ) -> None:
         super().__init__()
@@ -152,11 +152,12 @@ class Program(nn.Module):
 
     def _results(self, batch: Any, args: Any, kwargs: Any) -> Any:
         if self.kept is not None:
-            args, kwargs = cast((args, kwargs), torch.float32, self.kept)
-        with without_cache(self.model), off_gpus(), self._buffers_written():
+            args, kwargs = cast((args, kwargs), torch.float32, self.kept.dtype)
+        low = buffers_in(self.model, self.kept)
+        with without_cache(self.model), off_gpus(), self._buffers_written(), low:
             outputs = self.model(*args, **kwargs)
         if self.kept is not None and self.loss is not None:
-            outputs = cast(outputs, self.kept, torch.float32)
+            outputs = cast(outputs, self.kept.dtype, torch.float32)
         left = left_by(self.model, self.twins if self.loss is not None else ())
         with left, off_gpus(), self._buffers_written_by_loss():
             loss = outputs_to_loss(outputs, batch, vars(self.model).get(LOSS), self.model)
@@ -210,7 +211,7 @@ class Program(nn.Module):
     def refusal(self, error: Exception) -> CaptureError:
         """The `CaptureError` or `ModelError` for an error that a run of the model raised."""
         entries = ", ".join([*self._fixed, *(spec.path for spec in self._tensors)])
-        low = dtypes.name_of(self.kept) if self.kept is not None else ""
+        low = dtypes.name_of(self.kept.dtype) if self.kept is not None else ""
         return refusals.of_its_own(error, self.loss, entries, low)
 
 

@@ -4,8 +4,13 @@
 
 Parameters and what goes into the model and comes out of it are cast, as FSDP2's mixed precision
 does (`MixedPrecisionPolicy(param_dtype, cast_forward_inputs, output_dtype)`). Buffers stay as they
-are: running statistics, tables of positions and frequencies lose too much in 16 bits. What the
-model itself casts (`.float()` around a norm or a loss) is done as it says.
+are: running statistics and frequencies lose too much in 16 bits. But where a buffer that is never
+written meets an activation, and what follows would be of fp32, it is read in 16 bits, as
+`model.to(torch.bfloat16)` has it:
+
+    x + self.positions    bf16 + fp32 = fp32, which no linear layer takes    bf16 + bf16 = bf16
+
+What the model itself casts (`.float()` around a norm or a loss) is done as it says.
 """
 
 from __future__ import annotations
@@ -17,13 +22,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import CaptureError
 from autopipe.ir.dataflow import written_parameters
-from autopipe.ir.graph import Graph, Ref, State, Value
+from autopipe.ir.graph import Graph, Node, Ref, State, Value
 from autopipe.ir.op_costs import RULES
 from autopipe.ir.op_seconds import rate_name
-from autopipe.ir.torch_private import tree_map
+from autopipe.ir.tensors import tensors_in
+from autopipe.ir.torch_private import tree_map, version
 from autopipe.planfile.contents import Plan
 from autopipe.util import dtypes
 
@@ -41,11 +48,13 @@ class SixteenBits(NamedTuple):
         optimizer: of what the optimizer changes, and so of its state: `MASTER` where parameters
             have fp32 master weights; `dtype` where they have none.
         gradients: in which gradients are summed over micro-batches and replicas.
+        buffers: names of the fp32 buffers that are read in `dtype`.
     """
 
     dtype: torch.dtype
     optimizer: torch.dtype = MASTER
     gradients: torch.dtype = MASTER
+    buffers: tuple[str, ...] = ()
 
 
 KEPT: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,14 +70,14 @@ def kept(precision: str, optimizer: str = "fp32", gradients: str = "fp32") -> Si
     if precision not in KEPT:
         return None
     wide = {"fp32": MASTER}
-    return SixteenBits(
-        KEPT[precision], *({**KEPT, **wide}[word] for word in (optimizer, gradients))
-    )
+    optimized, summed = ({**KEPT, **wide}[word] for word in (optimizer, gradients))
+    return SixteenBits(KEPT[precision], optimized, summed)
 
 
 def kept_by(plan: Plan) -> SixteenBits | None:
     """How a plan's model is traced."""
-    return kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
+    found = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
+    return found and found._replace(buffers=plan.low_buffers)
 
 
 WIDE = (
@@ -80,12 +89,12 @@ in one dtype, beside activations of 16 bits."""
 
 
 @contextmanager
-def parameters_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Within, the model's fp32 parameters are of `dtype`; None: as they are.
+def parameters_in(model: nn.Module, kept: SixteenBits | None) -> Iterator[None]:
+    """Within, the model's fp32 parameters are of 16 bits; None: as they are.
 
     Tied ones stay tied.
     """
-    wide = lower(model, dtype) if dtype is not None else []
+    wide = lower(model, kept.dtype) if kept is not None else []
     try:
         yield
     finally:
@@ -114,6 +123,90 @@ def lower(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, str, nn
     return wide
 
 
+@contextmanager
+def buffers_in(model: nn.Module, kept: SixteenBits | None) -> Iterator[None]:
+    """Within a forward, the model has the buffers that are read in 16 bits in these.
+
+    Raises:
+        CaptureError: forward writes one of them, which then is of another one.
+    """
+    if kept is None or not kept.buffers:
+        yield
+        return
+    own = {name: model.get_buffer(name) for name in kept.buffers}
+    low = {name: buffer.to(kept.dtype) for name, buffer in own.items()}
+    versions = {name: version(buffer) for name, buffer in low.items()}
+    try:
+        _put(model, low)
+        yield
+        for name, buffer in low.items():
+            if model.get_buffer(name) is not buffer or version(buffer) != versions[name]:
+                raise CaptureError(
+                    f"forward writes the buffer {name!r}, and reads it beside activations of "
+                    f"{dtypes.name_of(kept.dtype)}",
+                    hint="cast what is read, self.table.to(x.dtype); or the precision "
+                    f"{rate_name(kept.dtype)}-autocast",
+                )
+    finally:
+        _put(model, own)
+
+
+def _put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, buffer in buffers.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, buffer)
+
+
+class Meetings(TorchFunctionMode):
+    """Notes the fp32 buffers that meet activations of 16 bits while a model runs.
+
+    Parts of a buffer count as the buffer, what is computed from it does not: the frequencies of
+    `(self.frequencies * positions).cos()` would lose too much.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._model, self._dtype = model, dtype
+        self._found = set[str]()
+        self._made: list[Tensor] = []  # an id may be taken again when a tensor is gone
+        wide = [(name, one) for name, one in model.named_buffers() if one.dtype == MASTER]
+        self._names = {id(buffer): {name} for name, buffer in wide}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in tensors_in((args, kwargs or {})) if leaf.is_floating_point()]
+        names = [self._names.get(id(tensor)) for tensor in given]
+        called = getattr(func, "__name__", "")
+        in_place = called.endswith("_") and not called.endswith("__")
+        if any(tensor.dtype == self._dtype for tensor in given):
+            if not called.endswith("norm") and not (in_place and names[0]):
+                self._found |= set().union(*filter(None, names))
+        result = func(*args, **(kwargs or {}))
+        if called in _TAKING_PARTS and len(names) == 1 and names[0]:
+            for tensor in tensors_in(result):
+                self._names[id(tensor)] = names[0]
+                self._made.append(tensor)
+        return result
+
+    def names(self) -> list[str]:
+        """Those that have met some, and their like in other layers."""
+        alike = {_without_numbers(name) for name in self._found}
+        wide = (name for name, one in self._model.named_buffers() if one.dtype == MASTER)
+        return [name for name in wide if _without_numbers(name) in alike]
+
+
+_TAKING_PARTS = frozenset(
+    "__getitem__ index_select gather embedding view reshape expand expand_as unsqueeze squeeze "
+    "transpose permute flatten unflatten narrow select chunk split unbind contiguous clone repeat "
+    "to float detach".split()
+)
+"""Functions that compute nothing: their results are values of their argument."""
+
+
+def _without_numbers(name: str) -> str:
+    """`h.3.mask` -> `h.#.mask`, as of every other layer."""
+    return ".".join("#" if part.isdecimal() else part for part in name.split("."))
+
+
 def cast(tree: _Tree, old: torch.dtype, new: torch.dtype) -> _Tree:
     """The same tree of tensors, with those of one dtype in another."""
 
@@ -131,7 +224,7 @@ def check_operands(graph: Graph, dtype: torch.dtype) -> None:
         CaptureError: names the user's line and both dtypes.
     """
     for node in graph.nodes:
-        if node.autocast is not None and node.autocast.enabled:
+        if _in_autocast(node):
             continue  # the model's own region, in which torch casts operands
         operands = [graph.spec(value) for value in node.values()]
         found = list(dict.fromkeys(s.dtype for s in operands if s.dtype.is_floating_point))
@@ -147,6 +240,10 @@ def check_operands(graph: Graph, dtype: torch.dtype) -> None:
                 f"{kept or 'the model casts its input'}",
                 hint=_hint(graph, dtype),
             )
+
+
+def _in_autocast(node: Node) -> bool:
+    return node.autocast is not None and node.autocast.enabled
 
 
 def _wide_buffer(graph: Graph, value: Value) -> str | None:
@@ -185,7 +282,7 @@ def check_followers(graph: Graph, dtype: torch.dtype) -> None:
 
 
 def _hint(graph: Graph, dtype: torch.dtype) -> str:
-    if any(node.autocast is not None and node.autocast.enabled for node in graph.nodes):
+    if any(map(_in_autocast, graph.nodes)):
         return (
             "the model says itself, by torch.autocast, what is computed in 16 bits: plan it with "
             "precision fp32, under which its regions hold and all else is of fp32"

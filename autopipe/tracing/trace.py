@@ -7,7 +7,7 @@ model, batch --look--> reads, equal modules --capture--> ExportedProgram --conve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from autopipe.tracing.export import Program, capture, tensors_of
 from autopipe.tracing.from_export import convert
 from autopipe.tracing.looks import Others, glance, look
 from autopipe.tracing.low_precision import (
+    Meetings,
     SixteenBits,
     check_followers,
     check_operands,
@@ -40,6 +41,7 @@ from autopipe.tracing.measuring import Measuring
 from autopipe.tracing.same_modules import Likeness
 from autopipe.tracing.user_checkpoints import with_second_writes
 from autopipe.tracing.value_guards import NeedsNumbers
+from autopipe.util import dtypes
 from autopipe.util.progress import Say
 
 
@@ -53,6 +55,7 @@ class Trace:
     `regions` are the calls that run as they are.
     `asks_for_gpus` are the user's lines that ask whether a tensor is on a GPU, and were told no.
     `rows`: the graph is of micro-batches of so many alone; None: of any.
+    `kept`: the dtypes of 16 bits that it is in; None: those in which the model is built.
     """
 
     graph: Graph
@@ -63,6 +66,7 @@ class Trace:
     regions: tuple[Region, ...] = ()
     rows: int | None = None
     asks_for_gpus: tuple[str, ...] = ()
+    kept: SixteenBits | None = None
 
     def facts(self, *, gpus: bool) -> Iterator[str]:
         """What a user may want to know of it, in lines.
@@ -130,17 +134,28 @@ def trace(
     if training:
         for module in (model, *([] if own is None else [own])):
             unsaid.check_model(module)
-    low = kept.dtype if kept is not None else None
-    program = Program(model, batch, loss, specs, outputs=outputs, kept=low)
-    program.twins = () if own is None else (own,)
-    program.training = training
-    tracing = _Tracing(
-        *(program, leaves, tuple(specs), tuple(regions), symbolic, kept),
-        say or (lambda line: None),
-        others and (lambda: tensors_of(batches.flatten(others()), specs)),
-    )
-    with parameters_in(model, low):
-        return tracing.recorded(real) if reads is None else tracing.replayed(reads)
+    say = say or (lambda line: None)
+    while True:
+        program = Program(model, batch, loss, specs, outputs=outputs, kept=kept)
+        program.twins = () if own is None else (own,)
+        program.training = training
+        tracing = _Tracing(
+            *(program, leaves, tuple(specs), tuple(regions), symbolic, kept, say),
+            others and (lambda: tensors_of(batches.flatten(others()), specs)),
+        )
+        try:
+            with parameters_in(model, kept):
+                return tracing.recorded(real) if reads is None else tracing.replayed(reads)
+        except CaptureError:
+            more = tracing.meetings() if kept is not None else []
+            if kept is None or not more:
+                raise
+            kept = kept._replace(buffers=(*kept.buffers, *more))
+            which = more[0] if len(more) == 1 else f"{more[0]} and {len(more) - 1} more"
+            low = dtypes.name_of(kept.dtype)
+            say(
+                f"buffer {which}: read in {low} beside activations, as model.to(torch.{low}) has it"
+            )
 
 
 def _answer(read: Read) -> tuple[str, str]:
@@ -275,6 +290,14 @@ class _Tracing:
                 break
         return reads, proofs[0].alike
 
+    def meetings(self) -> list[str]:
+        """The buffers that meet activations of 16 bits in a run, as far as it goes."""
+        assert self.kept is not None
+        found = Meetings(self.program.model, self.kept.dtype)
+        with suppress(Exception), parameters_in(self.program.model, self.kept):
+            glance(self.program, self.leaves, self.specs, within=lambda: found)
+        return [name for name in found.names() if name not in self.kept.buffers]
+
     def captured(
         self, reads: Sequence[Read], alike: Mapping[str, str]
     ) -> torch.export.ExportedProgram:
@@ -314,4 +337,4 @@ class _Tracing:
         rows = None if self.symbolic else batches.rows_of(self.specs, self.leaves)
         asks = tuple(sorted(program.asks_for_gpus))
         paths, unsteady = program.paths, program.unsteady
-        return Trace(graph, self.specs, tuple(reads), paths, unsteady, used, rows, asks)
+        return Trace(graph, self.specs, tuple(reads), paths, unsteady, used, rows, asks, self.kept)

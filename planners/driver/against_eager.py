@@ -125,7 +125,7 @@ def _both(
     request: PlanRequest, traced: Trace, model: nn.Module, batches: Sequence[Any], say: Say
 ) -> tuple[Outcome, Outcome, dict[int, Outcome]] | None:
     """What model and graph make of two micro-batches, and the model with its counts far ahead."""
-    kept = KEPT.get(request.precision)
+    kept = traced.kept
     followers = {name: model.get_parameter(name) for name in written_parameters(traced.graph)}
     with ExitStack() as until:
         until.enter_context(_as_it_was(model))

@@ -176,6 +176,7 @@ def _without_bytes(
         precision=request.precision,
         grad_dtype=request.grad_dtype,
         optimizer_dtype=request.optimizer_dtype,
+        low_buffers=job.traced.trace.kept.buffers if job.traced.trace.kept else (),
         compiled=candidate.compiled,
         optimizer=request.optimizer if isinstance(request.optimizer, str) else "custom",
         schedule=config.schedule,

@@ -63,6 +63,8 @@ def test_what_is_not_as_usual() -> None:
     away = replace(plan, stages=tuple(replace(s, offload=("block.0",)) for s in plan.stages))
     kept = "1 block keeps what backward needs in the host's memory; computing hides the copies"
     assert said(away, "offload") == kept and "offload" not in dict(facts.decided(plan))
+    low = replace(plan, precision="bf16", low_buffers=("positions", "h.0.mask", "h.1.mask"))
+    assert said(low, "buffers") == "positions and 2 more: read in bf16, where they meet activations"
     slow = replace(chain(3, 4, schedule="eager-1f1b"), boundaries=(Boundary(3, 1), Boundary(2, 0)))
     assert (said(slow, "window")[:4], said(slow, "depth")[:4]) == ("3 2:", "1 0:")
 

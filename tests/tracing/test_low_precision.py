@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from autopipe.errors import CaptureError
 from autopipe.frontend.construct import fake_copy
-from autopipe.tracing.low_precision import SixteenBits, parameters_in
+from autopipe.tracing.low_precision import SixteenBits, kept, parameters_in
 from tests.support.staged import trace_model
 
 BF16 = torch.bfloat16
@@ -40,7 +40,7 @@ def loss(outputs, batch):
 def test_within_parameters_are_of_16_bits_and_afterwards_as_they_were():
     model = fake_copy(Tied())
     before = dict(model.named_parameters())
-    with parameters_in(model, BF16):
+    with parameters_in(model, kept("bf16")):
         assert {p.dtype for p in model.parameters()} == {BF16}
         assert model.first.weight is model.last.weight
         assert model.scale.dtype == torch.float32
@@ -51,7 +51,7 @@ def test_within_parameters_are_of_16_bits_and_afterwards_as_they_were():
 
 def test_running_statistics_and_what_goes_with_them_stay_in_fp32():
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
-    with parameters_in(model, BF16):
+    with parameters_in(model, kept("bf16")):
         assert [p.dtype for p in model.parameters()] == [BF16, BF16, torch.float32, torch.float32]
         assert model(torch.randn(2, 1, 3, 3, dtype=BF16)).dtype == BF16
 
@@ -135,7 +135,7 @@ def test_a_product_with_what_a_buffer_has_made_wide_is_refused_with_the_buffers_
             self.register_buffer("mean", torch.zeros(4))
 
         def forward(self, x):
-            return self.down((self.up(x) - self.mean).relu()).mean()
+            return self.down((self.up(x) - 2 * self.mean).relu()).mean()
 
     with pytest.raises(CaptureError) as error:
         trace_model(Centred(), lambda rows: {"x": torch.randn(rows, 4)}, kept=SixteenBits(BF16))
@@ -183,3 +183,67 @@ def test_a_model_with_autocast_regions_of_its_own_is_told_the_precision_that_kee
     graph = trace_model(Regions(), lambda rows: {"x": torch.randn(rows, 4)}).graph
     up, down = (node for node in graph.nodes if node.short == "linear")
     assert (up.autocast.dtype, down.autocast) == (BF16, None)
+
+
+class Tables(nn.Module):
+    """Adds a table of positions, and in each layer a mask; turns by frequencies."""
+
+    def __init__(self, *, turns: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Masked() for _ in range(2))
+        self.turns = turns
+        self.register_buffer("positions", torch.randn(8, 4))
+        self.register_buffer("frequencies", torch.rand(4))
+
+    def forward(self, x):
+        x = x + self.positions[: x.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        if self.turns:
+            x = x * (torch.arange(x.shape[1])[:, None] * self.frequencies).cos()
+        return self.layers[0].first(x)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.zeros(8, 8).fill_(-torch.inf).triu(1))
+
+    def forward(self, x):
+        scores = x @ x.transpose(1, 2) + self.mask[: x.shape[1], : x.shape[1]]
+        return self.first(scores.softmax(-1) @ x)
+
+
+def rows_of_tables(rows):
+    return {"x": torch.randn(rows, 3, 4), "target": torch.randn(rows, 3, 4)}
+
+
+def test_buffers_that_meet_activations_are_read_in_16_bits():
+    """Bug: x + self.positions is of fp32, and the linear layer behind it refused that."""
+    said, model = [], Tables()
+    found = trace_model(model, rows_of_tables, loss, kept=kept("bf16"), say=said.append)
+    assert found.kept.buffers == ("positions", "layers.0.mask", "layers.1.mask")
+    assert {found.graph.states[name].spec.dtype for name in found.kept.buffers} == {torch.float32}
+    linear = [node for node in found.graph.nodes if node.short == "linear"]
+    assert {node.outputs[0].dtype for node in linear} == {BF16}
+    assert any("buffer positions: read in bfloat16" in line for line in said)
+    assert model.positions.dtype == torch.float32, "as it was"
+    again = trace_model(model, rows_of_tables, loss, kept=found.kept, reads=found.reads)
+    assert again.graph.nodes == found.graph.nodes, "a rank has the names from its plan"
+
+
+def test_what_is_computed_from_a_buffer_stays_in_fp32():
+    with pytest.raises(CaptureError, match="the buffer 'frequencies' stays in float32"):
+        trace_model(Tables(turns=True), rows_of_tables, loss, kept=kept("bf16"))
+
+
+def test_a_buffer_that_forward_writes_is_not_read_in_16_bits():
+    class Counts(Tables):
+        def forward(self, x):
+            made = super().forward(x)
+            self.positions.add_(1)
+            return made
+
+    with pytest.raises(CaptureError, match="forward writes the buffer 'positions'"):
+        trace_model(Counts(), rows_of_tables, loss, kept=kept("bf16"))
