@@ -43,6 +43,9 @@ PART = (
     "odd/changes-its-batch/state",
     "odd/running-mean/state",  # a buffer that is assigned
     "odd/hooks-at-first-call/state",
+    "odd/listed-twice/forms",  # found elsewhere than where it is registered
+    "odd/long-convolutions/shapes",  # a block called before the one around it
+    "odd/counts-hits/control",  # lines of a method that is the whole model
     "transformers/llama/causal",
     "transformers/gpt2/causal",  # q, k and v in one weight, tied words
     "transformers/mixtral/causal",  # experts picked word by word

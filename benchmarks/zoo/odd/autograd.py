@@ -376,3 +376,45 @@ class ShiftedInPlace(Net):
 
     def inside(self, hidden: Tensor) -> Tensor:
         return hidden + _Shift.apply(hidden.clone(), 4)
+
+
+@odd()
+class Equilibrium(Net):
+    """A deep equilibrium: iterates without gradients, and a hook solves for the gradient."""
+
+    def step(self, state: Tensor, given: Tensor) -> Tensor:
+        """One iteration, both [b, 16]."""
+        return (self.first(state) * 0.3 + given).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.up(x)
+        with torch.no_grad():
+            state = torch.zeros_like(given)
+            for _ in range(6):
+                state = self.step(state, given)
+        state = self.step(state, given)
+        inner = state.clone().detach().requires_grad_()
+        made = self.step(inner, given)
+
+        def solved(gradient: Tensor) -> Tensor:
+            found = gradient
+            for _ in range(6):
+                found = torch.autograd.grad(made, inner, found, retain_graph=True)[0] + gradient
+            return found
+
+        if state.requires_grad:
+            state.register_hook(solved)
+        return self.down(self.second(state).tanh())
+
+
+@odd()
+class InnerLoop(Net):
+    """Learns within forward: two steps of descent on weights of each row's own, as MAML takes."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        weight = self.first.weight.expand(len(hidden), 16, 16)
+        for _ in range(2):
+            off = torch.einsum("bij,bj->bi", weight, hidden) - hidden.tanh()
+            (slope,) = torch.autograd.grad(off.square().sum(), weight, create_graph=True)
+            weight = weight - 0.1 * slope
+        return torch.einsum("bij,bj->bi", weight, hidden)

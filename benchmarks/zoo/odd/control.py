@@ -329,3 +329,31 @@ class AdapterByHook(Net):
         self.first.requires_grad_(False)
         self.adapter = nn.Sequential(nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False))
         self.first.register_forward_hook(lambda layer, args, made: made + self.adapter(args[0]))
+
+
+@odd()
+class CountsHits(Net):
+    """As modules of Lightning: forward is a call of another method, which keeps a number."""
+
+    def begin(self) -> None:
+        self.hits = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.training_step(x)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        """x [..., WIDTH] -> [..., WIDTH]."""
+        hidden = self.first(self.up(x).relu())
+        self.hits += int((hidden.argmax(-1) == 3).sum().item())
+        return self.down(self.second(hidden).tanh())
+
+
+@odd()
+class LoopByValue(Net):
+    """The model's own forward calls a layer as often as its values say."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).relu()
+        for _ in range(int(hidden.sum().item()) % 3 + 1):
+            hidden = self.first(hidden).tanh()
+        return self.down(self.second(hidden).tanh())

@@ -362,3 +362,34 @@ class InputsOfAnyRank(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.reshape(-1, WIDTH)).reshape(x.shape)
+
+
+@odd()
+class ListedTwice(Net):
+    """Weights in a plain list, which forward reads, and in a ParameterList for the optimizer."""
+
+    def begin(self) -> None:
+        self.weights = [nn.Parameter(torch.randn(16, 16) / 8) for _ in range(3)]
+        self.listed = nn.ParameterList(self.weights)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        for weight in self.weights:
+            hidden = hidden + (hidden @ weight).tanh()
+        return hidden
+
+
+def likelihood(outputs: Any, batch: Any) -> Tensor:
+    """As policies are trained: what is made likely, and the entropy."""
+    return -outputs.log_prob(batch["y"]).sum(-1).mean() - 0.01 * outputs.entropy().mean()
+
+
+@odd(vectors, likelihood)
+class DistributionOutput(Net):
+    """Its output is an object of torch.distributions, as an actor's is."""
+
+    def begin(self) -> None:
+        self.spread = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Any:
+        mean = super().forward(x)
+        return torch.distributions.Normal(mean, self.spread.exp().expand_as(mean))

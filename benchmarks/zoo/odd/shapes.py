@@ -274,3 +274,38 @@ class OffDiagonal(Net):
         size = found.shape[0]
         off = found.flatten()[:-1].view(size - 1, size + 1)[:, 1:].flatten()
         return self.down(one.tanh()), off.pow_(2).sum() + (found.diagonal() - 1).square().sum()
+
+
+class _LongFilter(nn.Module):
+    """A filter as long as the row, made of positions by a small network."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.made = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, width))
+        self.bias = nn.Parameter(torch.ones(width))
+
+    def kernel(self, length: int) -> Tensor:
+        """[width, length]."""
+        at = torch.linspace(0, 1, length).unsqueeze(-1)
+        kernel: Tensor = self.made(torch.cat([at, at.sin(), at.cos()], -1)).T
+        return kernel
+
+    def forward(self, x: Tensor, kernel: Tensor) -> Tensor:
+        length = x.shape[-1]
+        seen = torch.fft.rfft(x, n=2 * length) * torch.fft.rfft(kernel, n=2 * length)
+        return torch.fft.irfft(seen, n=2 * length)[..., :length] + x * self.bias.unsqueeze(-1)
+
+
+@odd(sequences)
+class LongConvolutions(Net):
+    """As Hyena: a method of a filter makes its kernel, and the filter is called with that."""
+
+    def begin(self) -> None:
+        self.filters = nn.ModuleList(_LongFilter(16) for _ in range(3))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        for one in self.filters:
+            assert isinstance(one, _LongFilter)
+            mixed = one(hidden.transpose(1, 2), one.kernel(hidden.shape[1]))
+            hidden = hidden + mixed.transpose(1, 2).tanh()
+        return hidden

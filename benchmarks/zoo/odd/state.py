@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
 from benchmarks.zoo.odd.common import WIDTH, Net, odd, square, vectors
 
@@ -335,3 +336,19 @@ class Replay(Net):
         sample = sample.detach()
         self.samples[: hidden.shape[-2]] = sample
         return hidden - self.second(sample).tanh().mean(0)
+
+
+@odd()
+class FakeQuantized(Net):
+    """Quantized in training by torch.ao, whose observers have seen a first batch."""
+
+    def begin(self) -> None:
+        self.quantize = FakeQuantize(
+            observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255, dtype=torch.quint8
+        )
+        with torch.no_grad():
+            self.inside(torch.linspace(-2, 2, 32).view(2, 16))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        made: Tensor = self.quantize(hidden)
+        return made
