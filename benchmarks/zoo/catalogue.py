@@ -16,7 +16,7 @@ def subjects(every: bool = True) -> Iterator[Subject]:
         every: all tasks of a family and all variants of a file, not one of each.
     """
     seen: set[str] = set()
-    for subject in (*families.subjects(every), *pictures.subjects()):
+    for subject in (*families.subjects(every), *pictures.subjects(every)):
         if every or subject.family not in seen:
             yield subject
         seen.add(subject.family)

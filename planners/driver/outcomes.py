@@ -168,8 +168,8 @@ def _off(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> f
         return 0.0
     if not bool(found.isfinite().all()):
         return math.inf
-    scale = max(float(expected.abs().max()), floor)
-    return float((found - expected).abs().max()) / scale if scale else math.inf
+    off, scale = float((found - expected).abs().max()), max(float(expected.abs().max()), floor)
+    return (off / scale if scale else math.inf) if off else 0.0
 
 
 def last_reader(graph: Graph, names: Iterable[str]) -> tuple[str, str]:

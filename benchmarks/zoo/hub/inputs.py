@@ -28,6 +28,9 @@ TEXT = {
 ANSWERS = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
 """What a head is trained on beside, or without, `labels`."""
 
+SERIES = ("target_values", "future_values", "freq")
+"""What the model of a series takes beside its past."""
+
 
 def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[Batch]:
     """Batches of `MOST_ROWS` rows that a model may take, the likeliest first."""
@@ -38,7 +41,8 @@ def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[B
     main = str(getattr(model, "main_input_name", "input_ids"))
     makers = _makers(sizes, task)
     answers = {"labels", *({*ANSWERS} & names)}
-    text = {"input_ids", *answers, *(["attention_mask"] if task != "causal" else [])}
+    asked = {*answers, *({"question_positions"} & names)}
+    text = {"input_ids", *asked, *(["attention_mask"] if task != "causal" else [])}
     wishes: list[set[str]] = []
     if task in TEXT:
         wishes += [text, {main, "labels"}]
@@ -46,7 +50,7 @@ def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[B
         yield from _with_images(model, config, sizes, names)
         wishes += [text, {"input_ids", "labels", "pixel_values"}, {"input_ids", "pixel_values"}]
     else:
-        wishes += [{main, "labels"}, {main}]
+        wishes += [{main, "labels", *SERIES}, {main}]
     for more in (
         {"decoder_input_ids"},
         {"input_ids"},
@@ -126,9 +130,13 @@ def _makers(sizes: Sizes, task: str) -> Makers:
         "image_embeds_position_mask": partial(_first_words, sizes.find("latent_query_num")),
         "bbox": lambda: torch.arange(4).repeat(MOST_ROWS, LENGTH, 1),
         "input_features": partial(noise, *_features(sizes)),
-        "input_values": partial(noise, *_waves(sizes)),
+        "input_values": partial(noise, *_waves(sizes, task)),
         "flattened_patches": partial(_patches, sizes.find("patch_embed_hidden_size", default=64)),
         "image_attention_mask": lambda: torch.ones(MOST_ROWS, LENGTH, 1, dtype=torch.long),
+        "past_values": partial(noise, *_series(sizes, "context_length")),
+        "future_values": partial(noise, *_series(sizes, "prediction_length", "horizon_length")),
+        "target_values": partial(_targets, sizes, task),
+        "freq": partial(integers, low=0, below=3, seed=3),
         "labels": partial(_labels, sizes, task),
         "start_positions": partial(integers, low=0, below=LENGTH, seed=3),
         "end_positions": partial(integers, low=0, below=LENGTH, seed=4),
@@ -164,6 +172,20 @@ def _others(sizes: Sizes, names: set[str], task: str) -> Iterator[Makers]:
         yield {
             "input_ids": lambda: words(LENGTH, seed=1).index_fill(1, torch.tensor(LENGTH - 1), end)
         }
+    if task == "question" and (end := sizes.find("sep_token_id")):  # a question and two texts
+        yield {
+            "input_ids": lambda: words(LENGTH, seed=1).index_fill(
+                1, torch.tensor([6, 7, LENGTH - 1]), end
+            )
+        }
+    if "question_positions" in names:
+        at = partial(torch.full, (MOST_ROWS, 1))
+        yield {
+            "input_ids": lambda: words(LENGTH, seed=1).index_fill(
+                1, torch.tensor([3]), sizes.find("question_token_id")
+            ),
+            **{name: partial(at, place) for name, place in _ANSWERED.items()},
+        }
     if task == "tokens":
         yield {"labels": partial(integers, low=0, below=2, seed=3)}
     if "spatial_shapes" in names:
@@ -187,6 +209,10 @@ def _others(sizes: Sizes, names: set[str], task: str) -> Iterator[Makers]:
         yield {"input_features": partial(noise, 64, 4 * _features(sizes)[1])}
 
 
+_ANSWERED = {"question_positions": 3, "start_positions": 8, "end_positions": 9}
+"""Where a question stands, and its answer."""
+
+
 def _features(sizes: Sizes) -> tuple[int, ...]:
     bins = sizes.find(
         *("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim"),
@@ -199,10 +225,23 @@ def _features(sizes: Sizes) -> tuple[int, ...]:
     return 64, bins
 
 
-def _waves(sizes: Sizes) -> tuple[int, ...]:
+def _series(sizes: Sizes, *names: str) -> tuple[int, ...]:
+    """Numbers of a series, and the channels that some families have in each."""
+    channels = sizes.find("num_input_channels")
+    return (sizes.find(*names), *([channels] if channels else []))
+
+
+def _targets(sizes: Sizes, task: str) -> Tensor:
+    targets = sizes.find("num_targets")
+    if task == "series-classification":
+        return integers(low=0, below=targets or 2, seed=3)
+    return noise(targets)
+
+
+def _waves(sizes: Sizes, task: str) -> tuple[int, ...]:
     if sizes.config.model_type == "audio-spectrogram-transformer":
         return sizes.find("max_length", default=64), sizes.find("num_mel_bins", default=128)
-    return (4000,)
+    return (8000,) if task == "x-vector" else (4000,)
 
 
 def _labels(sizes: Sizes, task: str) -> Any:

@@ -30,12 +30,21 @@ LARGE = (
 CLASSES = 10
 
 
-def subjects() -> Iterator[Subject]:
-    """Those of the libraries that are installed."""
+SEGMENTS = ("deeplabv3_mobilenet_v3_large", "fcn_resnet50", "lraspp_mobilenet_v3_large")
+FILMS = {"r3d_18": (8, 64), "mc3_18": (8, 64), "r2plus1d_18": (8, 64), "swin3d_t": (8, 64)}
+"""Torchvision's models of films, with the frames and the height of one."""
+
+
+def subjects(every: bool = True) -> Iterator[Subject]:
+    """Those of the libraries that are installed; with `every` those of films and pixels too."""
     if find_spec("torchvision") is not None:
         if find_spec("timm") is not None:
             yield from _of_timm()
         yield from _of_torchvision()
+        for name in SEGMENTS if every else ():
+            yield Subject(f"torchvision/segmentation.{name}/segmentation", partial(_segments, name))
+        for name in FILMS if every else ():
+            yield Subject(f"torchvision/video.{name}/video", partial(_films, name))
 
 
 def _of_timm() -> Iterator[Subject]:
@@ -116,6 +125,39 @@ def _torchvision(name: str) -> Model:
     extra |= {"image_size": side} if name.startswith("vit") else {}
     make = partial(models.get_model, name, weights=None, num_classes=CLASSES, **extra)
     return _classifier(seeded(make), side)
+
+
+def _segments(name: str) -> Model:
+    """A class for each pixel, trained as torchvision's own script does."""
+    from torchvision import models
+
+    extra = {} if name.startswith("lraspp") else {"aux_loss": True}
+    words: Any = {"weights": None, "weights_backbone": None, "num_classes": CLASSES, **extra}
+    pictures, labels = noise(3, 64, 64), integers(64, 64, low=0, below=CLASSES, seed=3)
+    own = "input" if name.startswith("lraspp") else "x"
+
+    def inputs(rows: int) -> dict[str, Any]:
+        return {own: pictures[:rows].clone(), "labels": labels[:rows].clone()}
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        beside = 0.5 * entropy(outputs["aux"], batch) if "aux" in outputs else 0.0
+        return entropy(outputs["out"], batch) + beside
+
+    return Model(seeded(partial(models.get_model, name, **words)), inputs, loss)
+
+
+def _films(name: str) -> Model:
+    """Films [b, 3, frames, side, side] and labels [b]."""
+    from torchvision import models
+
+    frames, side = FILMS[name]
+    films, labels = noise(3, frames, side, side), integers(low=0, below=CLASSES, seed=3)
+
+    def inputs(rows: int) -> dict[str, Any]:
+        return {"x": films[:rows].clone(), "labels": labels[:rows].clone()}
+
+    make = partial(models.get_model, name, weights=None, num_classes=CLASSES)
+    return Model(seeded(make), inputs, first_entropy)
 
 
 def _classifier(build: Any, side: int) -> Model:

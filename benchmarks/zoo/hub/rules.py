@@ -119,6 +119,21 @@ INDEXER = {
     "indexer_compress_ratio": 4,
 }
 
+SAM2 = {
+    "prompt_encoder_config": {"patch_size": 16},
+    "vision_config": {
+        "backbone_channel_list": [64, 32, 16, 8],
+        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+        "backbone_config": {
+            "image_size": [64, 64],
+            "hidden_size": 8,
+            "embed_dim_per_stage": [8, 16, 32, 64],
+            "blocks_per_stage": [1, 2, 2, 1],
+            "global_attention_blocks": [4],
+        },
+    },
+}
+
 BY_HAND: dict[str, dict[str, Any]] = {
     "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "blip-2": {"qformer_config": {"use_qformer_text_input": True}},
@@ -127,6 +142,10 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "qwen4_exp_text": INDEXER,
+    "sam": {"vision_config": {"num_pos_feats": 32}},
+    "sam2": SAM2,
+    "sam3_tracker": {"vision_config": {"backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]]}},
+    "sam_hq": {"vision_config": {"num_pos_feats": 32}},
     "timm_backbone": {"backbone": "resnet18"},
 }
 """What a family needs of its user, for its own defaults do not run."""

@@ -352,3 +352,16 @@ class FakeQuantized(Net):
     def inside(self, hidden: Tensor) -> Tensor:
         made: Tensor = self.quantize(hidden)
         return made
+
+
+@odd()
+class Prototypes(Net):
+    """Sets its weight to rows of length 1 before it reads it, as SwAV does."""
+
+    def begin(self) -> None:
+        self.middle = nn.Linear(16, 16)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.middle.weight.copy_(nn.functional.normalize(self.middle.weight, dim=1))
+        return self.middle(nn.functional.normalize(hidden, dim=-1))

@@ -565,3 +565,11 @@ def test_numbers_that_are_none_and_imaginary_ones_hide_no_difference(of_model, o
     compare(traced, outcome(of_model), outcome(of_model), 1e-4)
     with pytest.raises(CaptureError, match="1 of its 1 gradients are other ones"):
         compare(traced, outcome(of_model), outcome(of_graph), 1e-4)
+
+
+def test_a_second_micro_batch_that_is_no_number_differs_from_none():
+    """Bug: SAM was refused. Its weights, moved by a step, give nan; of the gradients one is nan but
+    for a 0, which is a 0 by its graph too."""
+    gradients = [{"up.weight": torch.tensor(entries)} for entries in ([1.0, 1.0], [0.0, torch.nan])]
+    found = Outcome([torch.ones(1), torch.tensor([torch.nan])], gradients, [{}, {}])
+    compare(trace_model(built(Net), inputs, square), found, found, 1e-4)
