@@ -101,12 +101,15 @@ def compared(
     batches: Sequence[Any],
     ranks: Sequence[Sequence[RankStep]],
     wide: Unsplit | None = None,
+    *,
+    exact: bool,
 ) -> list[TensorRow]:
     """Run the unsplit model's steps beside what the ranks have found.
 
     Args:
         ranks: by rank, then by step.
         wide: the unsplit model in fp32, where that is not the plan's precision.
+        exact: whether every bit has to be equal.
 
     Raises:
         Unmatched, Unrepeatable: as `Unsplit.step`.
@@ -114,7 +117,7 @@ def compared(
     layout, rows = RankLayout.of(plan, unsplit.frozen), list[TensorRow]()
     for number, batch in enumerate(batches):
         found = {place: ranks[place.rank][number] for place in plan.mesh.places}
-        one = _OneStep(layout, number + 1, found)
+        one = _OneStep(layout, number + 1, found, exact)
         first = next(iter(found.values()))
         noise: dict[str, float] = {}
         if wide is not None:
@@ -164,10 +167,11 @@ def rounding(plan: Plan) -> float:
 class _OneStep:
     """One step: what each rank has found, to be compared."""
 
-    def __init__(self, layout: RankLayout, number: int, found: Mapping[Place, RankStep]) -> None:
-        self.layout, self.number, self.found = layout, number, found
+    def __init__(
+        self, layout: RankLayout, number: int, found: Mapping[Place, RankStep], exact: bool
+    ) -> None:
+        self.layout, self.number, self.found, self.exact = layout, number, found, exact
         self.rounding = rounding(layout.plan)
-        self.exact = orders_kept(layout.plan)
         self.unit = 0.0  # of the last place, in the narrowest dtype of what was compared
 
     def before(self, expected: WholeStep, noise: Mapping[str, float]) -> list[TensorRow]:

@@ -32,6 +32,7 @@ from autopipe.frontend.refusals import depends_on_values, takes_a_number
 from autopipe.ir import opaque_ops
 from autopipe.ir.tensors import (
     OwnData,
+    counted,
     indexes_by_a_number,
     is_another_value,
     is_one_for_all,
@@ -148,6 +149,11 @@ class RefusedCalls(TorchFunctionMode):
             return opaque_ops.soft_cross_entropy(*args, **(kwargs or {}))
         if func is Tensor.__setitem__ and is_one_for_all(*args):
             return write_one(*args)
+        if func in _COUNTS:
+            counts = counted(*args, **(kwargs or {}))
+            if counts is None:
+                raise depends_on_values(user_lines.here())
+            return counts
         refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))
@@ -297,6 +303,7 @@ def _accumulated(*args: Any, **kwargs: Any) -> None:
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OWN = OwnData()
+_COUNTS = (torch.bincount, Tensor.bincount)
 
 _EFFECTS: dict[Any, Callable[..., None]] = {
     Tensor.register_hook: _parameter_hook,

@@ -12,7 +12,14 @@ import sympy
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopipe.ir.torch_private import TorchDispatchMode, expression, fake_like, fake_mode
+from autopipe.ir.torch_private import (
+    TorchDispatchMode,
+    expression,
+    fake_like,
+    fake_mode,
+    is_fake,
+    no_function_modes,
+)
 
 Strides = tuple[int, ...]
 
@@ -138,6 +145,26 @@ def write_one(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> 
     tensor.copy_(torch.where(wide, value, tensor))
 
 
+def counted(
+    x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+) -> torch.Tensor | None:
+    """What `torch.bincount` gives where all of x is below `minlength`, by ops of fixed sizes.
+
+    None: it is not, or no length is said. Where that is not known, a larger entry ends the run.
+    """
+    if isinstance(minlength, int) and not minlength:
+        return None
+    with no_function_modes():
+        if not is_fake(x) and x.numel() and int(x.max()) >= minlength:
+            return None
+    if weights is None:
+        each = torch.ones_like(x, dtype=torch.int64)
+    else:
+        single = weights.dtype == torch.float32
+        each = weights.detach().to(torch.float32 if single else torch.float64)
+    return each.new_zeros(minlength).index_add(0, x.long(), each)
+
+
 def dense_strides(tensor: torch.Tensor) -> Strides:
     """The strides of a tensor's dense copy: its own where it has no gaps and no overlaps."""
     return torch.empty_like(tensor).stride()
@@ -183,3 +210,13 @@ def _row_major(tensor: torch.Tensor) -> torch.Tensor:
     if last is not None and tensor.is_contiguous(memory_format=last):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+NORMALIZED = "normalize_"
+"""The name of what `normalize_` does; no op of torch does so."""
+
+
+def normalize_(tensor: torch.Tensor, order: float, over: Sequence[int], least: float) -> None:
+    """Divide a tensor by its norms over some dims, in place; by `least` where they are less."""
+    norms = torch.linalg.vector_norm(tensor, order, tuple(over), keepdim=True)
+    tensor.div_(norms.clamp_min(least))

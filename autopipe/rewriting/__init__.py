@@ -9,5 +9,5 @@ Never found here: shards, stages, the choice whether to rewrite.
 Other rooms use: `loss_in_parts.in_parts`, `.usual_parts`, `logits.heads`, `fused_attention.fused`,
 `label_counts.label_counts`, `.LabelCounts`, `for_gpus.for_gpus`, `gpu_kernels.kernel_of`,
 `gpu_autocast.autocast`, `.autocast_of_model`, `.autocast_inside`, `.autocast_as_now`,
-`.of_absent_gpus`.
+`.of_absent_gpus`, `projections.sets_norms`.
 """

@@ -1,8 +1,9 @@
-"""Parameters that forward changes before it reads them: clamped, masked, of a limited norm.
+"""Parameters that forward changes before it reads them: clamped, masked, of another norm.
 
     w.data.clamp_(-1, 1)          a Wasserstein GAN's critic
     w.data *= self.mask           PixelCNN; a pruned layer
     w.data = torch.renorm(...)    EEGNet
+    w.copy_(F.normalize(w))       prototypes of SwAV (`rewriting.normalized`)
 
 Each micro-batch would change them once more. What changes nothing the second time, a projection,
 may as well be done for each reader, and to the parameter itself once a step.
@@ -20,7 +21,9 @@ import torch
 from autopipe.errors import CaptureError
 from autopipe.ir.dataflow import analyse, written_by
 from autopipe.ir.graph import Arg, Graph, Node, Ref, State, Value, arguments, short_name, swap
+from autopipe.ir.tensors import NORMALIZED
 from autopipe.planfile.node_names import NodeName
+from autopipe.rewriting.normalized import normalizations
 from autopipe.util import dtypes
 
 _NUMBERS = "clamp clamp_min clamp_max relu abs nan_to_num renorm"
@@ -41,7 +44,8 @@ _IN_PLACE = {op: in_place for in_place, op in PROJECTIONS.items()}
 
 @dataclass(frozen=True)
 class _Projection:
-    """What a node does to a parameter that nothing has read before: an op of `PROJECTIONS`."""
+    """What a node does to a parameter that nothing has read before: an op of `PROJECTIONS`, or
+    `NORMALIZED`."""
 
     weight: State
     op: str
@@ -97,7 +101,10 @@ def with_projections(graph: Graph) -> Graph:
             states[weight.name] = replace(states[weight.name], projection=(found.op, rest))
             read = append(node, "aten.detach.default", weight)
             beside = [in_dtype_of(weight, arg, node) for arg in rest]
-            changed = append(node, PROJECTIONS[found.op], read, *beside)
+            if found.op == NORMALIZED:
+                changed = swap(node.args[1], values)
+            else:
+                changed = append(node, PROJECTIONS[found.op], read, *beside)
             zero = append(node, "aten.sub.Tensor", weight, read)
             values[weight] = append(node, "aten.add.Tensor", changed, zero)
         written = node.values()[0]
@@ -107,12 +114,19 @@ def with_projections(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes), outputs=swap(graph.outputs, values), states=states)
 
 
+def sets_norms(graph: Graph) -> bool:
+    """Whether a parameter is given other norms, which a second time changes in a last bit."""
+    return any((s.projection or ("",))[0] in (_RENORM, NORMALIZED) for s in graph.states.values())
+
+
 def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
     """The names of nodes that project a trained parameter which nothing has read before.
 
     A result that is copied over the parameter, `w.data = w.data * mask`, is read from it before.
     """
-    root = analyse(graph).root
+    flow = analyse(graph)
+    root, divisions = flow.root, normalizations(flow)
+    within = {name for one in divisions.values() for name in one.within}
     written = {root[value] for node in graph.nodes for value in written_by(node)}
     fixed = {State(n) for n, s in graph.states.items() if s.kind == "buffer"} - written
     names: dict[object, State] = {
@@ -142,9 +156,12 @@ def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
                 yield node.name, found
                 continue
         copy = _projection(node, _IN_PLACE[node.op], names, fixed) if node.op in _IN_PLACE else None
+        if node.name in divisions:
+            copy = _Projection(divisions[node.name].weight, NORMALIZED, divisions[node.name].rest)
         if copy is not None:
             made[Ref(node.name)] = copy
-        for reader in {names[value] for value in node.values() if value in names} - done.keys():
+        read_here = {names[value] for value in node.values() if value in names} - done.keys()
+        for reader in read_here if node.name not in within else ():
             read[reader].append(copy)
 
 
@@ -169,13 +186,13 @@ def _projection(
 
 
 def _check_precision(graph: Graph, node: Node, found: _Projection) -> None:
-    """Refuse to limit norms in 16 bits, where a limited norm is rounded to more than its limit."""
+    """Refuse to set norms in 16 bits, where a norm is rounded to another than it was set to."""
     dtype = graph.states[found.weight.name].spec.dtype
-    if found.op == _RENORM and dtype.itemsize < 4:
+    if found.op in (_RENORM, NORMALIZED) and dtype.itemsize < 4:
         raise CaptureError(
-            f"{node.place}: forward limits norms of the parameter {found.weight.name!r}, which in "
+            f"{node.place}: forward sets norms of the parameter {found.weight.name!r}, which in "
             f"{dtypes.name_of(dtype)} changes it once more in every micro-batch",
-            hint="--precision bf16-autocast, which leaves parameters in fp32; or limit them in "
+            hint="--precision bf16-autocast, which leaves parameters in fp32; or set them in "
             "the optimizer's step",
         )
 
@@ -191,6 +208,17 @@ def _check_writes(graph: Graph, allowed: Container[str]) -> None:
                 raise CaptureError(
                     f"{node.place}: forward writes the parameter {written.name!r}, which the "
                     "optimizer trains, in place",
-                    hint="change it in the optimizer's step, or compute with a changed copy: "
+                    hint=_limited(node, written.name)
+                    if node.short == "embedding_renorm_"
+                    else "change it in the optimizer's step, or compute with a changed copy: "
                     "self.weight.clamp(...)",
                 )
+
+
+def _limited(node: Node, name: str) -> str:
+    """What to write in the place of `nn.Embedding(max_norm=...)`, which limits what it reads."""
+    _, _, most, order = node.args
+    return (
+        "leave max_norm out, and limit all rows before they are read: "
+        f"self.{name}.data = torch.renorm(self.{name}.data, {order:g}, 0, {most:g})"
+    )

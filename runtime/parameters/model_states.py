@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopipe.errors import ModelError
-from autopipe.ir.graph import Graph, State, StateSpec, TensorSpec, resolve, shape_at
+from autopipe.ir.graph import Arg, Graph, State, StateSpec, TensorSpec, resolve, shape_at
+from autopipe.ir.tensors import NORMALIZED, normalize_
 from autopipe.planfile.parts import Place
 from autopipe.planfile.placements import I, Sharding
 from autopipe.runtime.parameters.export import FileTensor, export
@@ -33,6 +35,13 @@ Master = Callable[[str], Tensor | None]
 def in_state_dict(state: StateSpec) -> bool:
     """Whether the model's state dict has it."""
     return state.kind == "parameter" or (state.kind == "buffer" and state.persistent)
+
+
+def _normed(op: str, given: Arg, ndim: int) -> tuple[int, ...]:
+    """The dims that a projection takes norms over: it is given them, or `renorm` the one left."""
+    if op == NORMALIZED:
+        return cast(tuple[int, ...], given)
+    return tuple(dim for dim in range(ndim) if dim != cast(int, given) % ndim)
 
 
 @dataclass(frozen=True)
@@ -83,10 +92,11 @@ class ModelStates:
             if spec is None or spec.projection is None or spec.master is not None:
                 continue
             op, rest = spec.projection
-            if op == "aten.renorm_.default":
-                _, dim, _ = rest
-                assert isinstance(dim, int)
-                self._check_norms(name, dim % parameter.ndim, name in rows)
+            if op in ("aten.renorm_.default", NORMALIZED):
+                self._check_norms(name, _normed(op, rest[1], parameter.ndim), name in rows)
+            if op == NORMALIZED:
+                normalize_(parameter, *cast(tuple[float, tuple[int, ...], float], rest))
+                continue
             for buffer in [arg for arg in rest if isinstance(arg, State)]:
                 if op == "aten.mul_.Tensor":
                     self._check_mask(name, buffer.name)
@@ -119,11 +129,12 @@ class ModelStates:
             )
         self.masks.add(buffer)
 
-    def _check_norms(self, name: str, dim: int, in_rows: bool) -> None:
+    def _check_norms(self, name: str, over: Collection[int], in_rows: bool) -> None:
         lies = self.sharding.states.get(name, I)
-        if (in_rows and dim) or (lies.sharded and lies.dim != dim):
+        if (in_rows and 0 in over) or (lies.sharded and lies.dim in over):
+            dims = ", ".join(map(str, over))
             raise ModelError(
-                f"forward limits the norms of the parameter {name!r} along dim {dim}, and no rank "
+                f"forward sets norms of the parameter {name!r}, over its dims {dims}, and no rank "
                 "has all of what it takes a norm of",
                 hint="plan with --zero 0 and --tp 1",
             )

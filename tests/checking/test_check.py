@@ -353,6 +353,15 @@ def test_ranks_that_do_not_run(
     assert last == f"differs: the split model does not run (exit code {of_ranks})"
 
 
+def test_norms_that_are_set_in_each_micro_batch_are_set_once(autopipe: Shell) -> None:
+    """Bug: EEGNet's were told to differ, by the last bit that setting them again changes."""
+    norms = "self.up.weight.data = torch.renorm(self.up.weight.data, 2, 0, 0.3)\n        "
+    autopipe.write("net.py", changed("y = self.up(x)", f"{norms}y = self.up(x)"))
+    said = autopipe("check", "net.py", "--batch", "8", "--micro-batches", "4")
+    assert said.code == 0, said.out
+    assert "forward sets norms of a parameter" in " ".join(said.out.split())
+
+
 def test_a_model_that_fails_by_itself_is_told_with_its_line(
     autopipe: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

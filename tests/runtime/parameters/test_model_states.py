@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import ModelError
 from autopipe.ir.graph import Arg, State, StateSpec, TensorSpec
+from autopipe.ir.tensors import NORMALIZED
 from autopipe.planfile.placements import S, Sharding
 from autopipe.runtime.parameters.model_states import ModelStates
 from autopipe.runtime.parameters.row_shards import own_rows
@@ -22,6 +23,8 @@ PROJECTIONS: dict[str, tuple[str, tuple[Arg, ...]]] = {
     "filled": ("aten.masked_fill_.Scalar", (State("mask"), 0.5)),
     "norms of rows": ("aten.renorm_.default", (2, 0, 1.0)),
     "norms of columns": ("aten.renorm_.default", (2, -1, 1.0)),
+    "lengths of rows": (NORMALIZED, (2.0, (1,), 1e-12)),
+    "lengths of columns": (NORMALIZED, (2.0, (0,), 0.0)),
     "clamped": ("aten.clamp_.default", (-0.5, 0.5)),
 }
 
@@ -42,6 +45,8 @@ def eager(what: str, weight: Tensor, mask: Tensor) -> Tensor:
         "filled": lambda: weight.masked_fill(mask.bool(), 0.5),
         "norms of rows": lambda: weight.renorm(2, 0, 1.0),
         "norms of columns": lambda: weight.renorm(2, 1, 1.0),
+        "lengths of rows": lambda: nn.functional.normalize(weight, dim=1),
+        "lengths of columns": lambda: weight / weight.norm(dim=0, keepdim=True),
         "clamped": lambda: weight.clamp(-0.5, 0.5),
     }[what]()
 
@@ -56,7 +61,7 @@ def test_parts_are_those_of_the_whole(what: str, mask: str, dim: int | None, rep
     whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     lies = {} if dim is None else {"weight": S(dim)}
     states = states_of(what, MASKS[mask], lies)
-    over = {"norms of rows": 0, "norms of columns": 1}.get(what)
+    over = {"rows": 0, "columns": 1}.get(what.split(" of ")[-1])
     for rank in (0, 1):
         part = whole if dim is None else own_part(whole, S(dim), 2, rank)
         expected = eager(what, whole, MASKS[mask])
