@@ -1,10 +1,12 @@
 """Parameters that forward divides by their norms, before it writes them back.
 
-w = weight.data.clone();  weight.copy_(F.normalize(w, dim=1))       SwAV's prototypes
+    w = weight.data.clone();  weight.copy_(F.normalize(w, dim=1))       SwAV's prototypes
 
-norm       linalg_vector_norm(w, 2, [1], True)
-at least   clamp_min(norm, 1e-12);  expand_as(w)                    both may be missing
-made       div(w, at least)
+    norm       linalg_vector_norm(w, 2, [1], True)
+    at least   clamp_min(norm, 1e-12);  expand_as(w)                    both may be missing
+    made       div(w, at least), or div_
+
+A second time their norms are 1, and nothing but a last bit changes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 
 from autopipe.ir.dataflow import Dataflow
 from autopipe.ir.graph import Arg, Node, Ref, State, Value, arguments
+
+DIVISION, IN_PLACE = "aten.div.Tensor", "aten.div_.Tensor"
 
 _NO_NORM = 1e-6
 """What is divided by a larger number, and by less than 1, is longer the second time."""
@@ -37,7 +41,7 @@ def normalizations(flow: Dataflow) -> Mapping[str, Normalized]:
     """The divisions of trained parameters by their norms, by the names of their nodes."""
     found = {}
     for node in flow.graph.nodes:
-        made = _normalized(flow, node) if node.op == "aten.div.Tensor" else None
+        made = _normalized(flow, node) if node.op in (DIVISION, IN_PLACE) else None
         if made is not None:
             found[node.name] = made
     return found

@@ -23,7 +23,7 @@ from autopipe.ir.dataflow import analyse, written_by
 from autopipe.ir.graph import Arg, Graph, Node, Ref, State, Value, arguments, short_name, swap
 from autopipe.ir.tensors import NORMALIZED
 from autopipe.planfile.node_names import NodeName
-from autopipe.rewriting.normalized import normalizations
+from autopipe.rewriting.normalized import DIVISION, IN_PLACE, normalizations
 from autopipe.util import dtypes
 
 _NUMBERS = "clamp clamp_min clamp_max relu abs nan_to_num renorm"
@@ -103,6 +103,8 @@ def with_projections(graph: Graph) -> Graph:
             beside = [in_dtype_of(weight, arg, node) for arg in rest]
             if found.op == NORMALIZED:
                 changed = swap(node.args[1], values)
+                if node.op == IN_PLACE:
+                    changed = append(node, DIVISION, read, changed)
             else:
                 changed = append(node, PROJECTIONS[found.op], read, *beside)
             zero = append(node, "aten.sub.Tensor", weight, read)
@@ -145,7 +147,10 @@ def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
             made[Ref(node.name)] = made[tensor]
             continue
         found = None
-        if node.op in PROJECTIONS:
+        divided = divisions.get(node.name)
+        if divided is not None and node.op == IN_PLACE:
+            found = _Projection(divided.weight, NORMALIZED, divided.rest)
+        elif node.op in PROJECTIONS:
             found = _projection(node, node.op, names, fixed)
         elif node.op == "aten.copy_.default" and weight is not None:
             found = made.get(node.args[1])
@@ -156,8 +161,8 @@ def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
                 yield node.name, found
                 continue
         copy = _projection(node, _IN_PLACE[node.op], names, fixed) if node.op in _IN_PLACE else None
-        if node.name in divisions:
-            copy = _Projection(divisions[node.name].weight, NORMALIZED, divisions[node.name].rest)
+        if divided is not None:
+            copy = _Projection(divided.weight, NORMALIZED, divided.rest)
         if copy is not None:
             made[Ref(node.name)] = copy
         read_here = {names[value] for value in node.values() if value in names} - done.keys()

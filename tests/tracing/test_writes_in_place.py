@@ -117,9 +117,56 @@ class NormalizedData(Net):
         return self.middle(hidden)
 
 
+class NormalizedInPlace(Net):
+    def inside(self, hidden):
+        weight = self.middle.weight.data
+        weight.div_(weight.norm(dim=1, keepdim=True))
+        return self.middle(hidden)
+
+
+class AsItWas(Net):
+    """Reads how long its rows were, which no second micro-batch finds."""
+
+    def inside(self, hidden):
+        weight = self.middle.weight.data
+        lengths = weight.norm(dim=1, keepdim=True)
+        self.middle.weight.data = weight / lengths
+        return self.middle(hidden) * lengths.mean()
+
+
+class OfAnother(Net):
+    def inside(self, hidden):
+        with torch.no_grad():
+            weight = nn.functional.normalize(self.down.weight.T @ self.down.weight)
+            self.middle.weight.copy_(weight)
+        return self.middle(hidden)
+
+
+class LongerTwice(Net):
+    """What is shorter than 0.1 is divided by 0.1, and by that once more."""
+
+    def inside(self, hidden):
+        self.middle.weight.data = nn.functional.normalize(self.middle.weight.data, eps=0.1)
+        return self.middle(hidden)
+
+
+class ReadBefore(Net):
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        self.middle.weight.data = nn.functional.normalize(self.middle.weight.data)
+        return self.middle(hidden)
+
+
+@pytest.mark.parametrize("kind", [AsItWas, OfAnother, LongerTwice, ReadBefore])
+def test_norms_that_are_others_the_second_time_are_refused(kind):
+    with pytest.raises(CaptureError, match="forward writes the parameter 'middle.weight'"):
+        trace_model(built(kind), inputs, square)
+
+
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
+        (NormalizedInPlace, ("normalize_", (2, (1,), 0.0))),
         (Normalized, ("normalize_", (2.0, (1,), 1e-12))),
         (NormalizedData, ("normalize_", (2, (0,), 0.0))),
         (Masked, ("mul_", (State("mask"),))),
