@@ -82,6 +82,10 @@ class Uncaptured(CaptureError):
         self.lines = lines
 
 
+class SizesByValues(Uncaptured):
+    """A tensor has a size that depends on the values of another one."""
+
+
 class OtherBranch(Uncaptured):
     """Other rows of the user's take another branch of the model than the ones it is traced with."""
 

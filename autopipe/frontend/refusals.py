@@ -18,14 +18,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopipe.errors import CaptureError, ModelError, RowsFixed, Uncaptured
+from autopipe.errors import CaptureError, ModelError, RowsFixed, SizesByValues, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.torch_private import DynamicOutputShapeException, version
 
 
 def depends_on_values(place: str, module: str = "") -> Uncaptured:
     """The error for a tensor whose size depends on values of the batch, made in a module."""
-    return Uncaptured(
+    return SizesByValues(
         f"{place}: a size here depends on the values of a tensor, so the stages cannot know what "
         "they will receive",
         hint="pad to a fixed size, or mask with torch.where; int(k) of a tensor k that holds the "

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from autopipe.errors import CaptureError, Uncaptured
+from autopipe.errors import CaptureError, SizesByValues, Uncaptured
 from autopipe.ir.torch_private import module_backward_hooks
 from autopipe.opaque import outlined
 from autopipe.opaque.scripted import Scripted
@@ -91,7 +91,11 @@ def _search(
     measure: Measure,
     unwanted: Collection[Site],
 ) -> tuple[T, tuple[Region, ...]]:
-    """A trace and its regions; of calls that are unwanted only lines in them run as they are."""
+    """A trace and its regions; of calls that are unwanted only lines in them run as they are.
+
+    Not for sizes that depend on values: those of a line would be what few rows show of them, as of
+    `torch.where(chosen == 3)`, where no row has chosen it. A call gives tensors of fixed sizes.
+    """
     troubles = [
         _Trouble(Uncaptured(why), _modules_around(site)) for site, why in _made_so(model).items()
     ]
@@ -107,6 +111,8 @@ def _search(
             one.tried += (one.around.pop(0),)
             one.wider = f"{one.tried[-1]} cannot, for {wider}"
         except Uncaptured as error:
+            if unwanted and isinstance(error, SizesByValues):
+                raise
             frames = _deepest(error, [model, *twins()])
             around = _around(error, frames, unwanted)
             around = [site for site in around if site not in sites]

@@ -184,6 +184,30 @@ def test_of_a_branch_of_the_whole_model_a_few_lines_run_as_they_are(kind, lines)
     assert planned(built(kind), pp=2).regions
 
 
+class FewRowsOfThree(Net):
+    """Rows go to an expert, most of the model, by a number that few of them have; here none has."""
+
+    def begin(self):
+        self.middle = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
+
+    def forward(self, x):
+        return self.down(self.inside(self.up(x).relu()))
+
+    def inside(self, hidden):
+        made = torch.zeros_like(hidden)
+        for number in range(2):
+            (rows,) = torch.where(hidden.argmax(-1) == 3 * number + 8)
+            made.index_add_(0, rows, self.middle(hidden[rows]))
+        return made
+
+
+def test_a_line_that_gives_no_rows_here_may_give_some_elsewhere():
+    """Bug: `torch.where(...)` alone ran as it is, and what follows was planned for 0 rows."""
+    found = trace_model(built(FewRowsOfThree), inputs, square, others=others)
+    assert [region.name for region in found.regions] == ["inside()"]
+    assert unlike(built(FewRowsOfThree), cuts=["relu/0"], others=others) == []
+
+
 class InOneLine(Net):
     def forward(self, x):
         return self.down(self.middle(self.up(x).relu()) * (2 if x[0, 0] > 0 else 1))
