@@ -30,10 +30,15 @@ def axis(ranks: int) -> AxisCosts:
 
 
 class Meeting:
-    """An axis whose ranks are threads; each says with `here` which one it is."""
+    """An axis whose ranks are threads; each says with `here` which one it is.
+
+    Ranks take turns: one computes, until it waits for the others. What torch has once a process,
+    as the level of forward-mode derivatives, is then the same to each rank as in one of its own.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.turn = threading.Lock()
         self._here = threading.local()
         self._barrier = threading.Barrier(size)
         self._table: list[Any] = [None] * size
@@ -50,10 +55,17 @@ class Meeting:
 
     def _exchange(self, mine: Any) -> list[Any]:
         self._table[self.rank] = mine
-        self._barrier.wait(60)
+        self._wait()
         found = list(self._table)
-        self._barrier.wait(60)
+        self._wait()
         return found
+
+    def _wait(self) -> None:
+        self.turn.release()
+        try:
+            self._barrier.wait(60)
+        finally:
+            self.turn.acquire()
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         stacked = torch.stack(self._exchange(x.clone()))
@@ -83,7 +95,8 @@ def everywhere(meeting: Meeting, what: Any) -> list[Any]:
     def run(rank: int) -> Any:
         meeting.here(rank)
         try:
-            return what(rank)
+            with meeting.turn:
+                return what(rank)
         except BaseException:
             meeting.abort()
             raise
