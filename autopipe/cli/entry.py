@@ -142,7 +142,10 @@ def _end(error: Exception) -> None:
     else:
         found = watchdog.verdict(error)  # it has the rank, the step and the instruction
         what = found.text if found is not None else f"{voice.who()}{sentence(error)}"
-        tell(f"error: {what}\n\nhint: --debug shows where")
+        hint = "--debug shows where"
+        if "InductorError" in what:  # of torch's compiler: the stage may run well without it
+            hint += "; torch.compile fails here, and a plan made with --no-compile does without"
+        tell(f"error: {what}\n\nhint: {hint}")
     if (untried := untried_torch()) is not None:
         tell(f"note: {untried}")
     sys.exit(voice.code(error))

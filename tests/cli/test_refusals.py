@@ -678,3 +678,19 @@ def test_what_nobody_foresaw(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "argv", ["autopipe", "trace", "net.py", "--debug"])
     with pytest.raises(ZeroDivisionError):
         cli.main()
+
+
+class InductorError(Exception):
+    """As torch's compiler raises it, for a stage that it cannot compile for this device."""
+
+
+def test_where_torchs_compiler_fails_a_hint_says_how_to_do_without(
+    autopipe: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise InductorError("CppCompileError: C++ compile error")
+
+    monkeypatch.setattr("autopipe.frontend.model_file.load", fails)
+    said = autopipe("trace", "net.py")
+    assert said.code == 1 and said.err.startswith("error: InductorError: CppCompileError")
+    assert "a plan made with --no-compile does without" in said.err
