@@ -122,6 +122,7 @@ class _Parts:
 
     @contextmanager
     def _registering(self) -> Iterator[None]:
+        # torch's stub says that a hook gives nothing; what it gives is registered instead.
         made = register_module_parameter_registration_hook(self._register)  # type: ignore[arg-type]
         with ExitStack() as until:
             until.callback(made.remove)
@@ -310,7 +311,7 @@ _TORCHS = frozenset(vars(nn.Module()))
 
 
 def _functions_in(own: Mapping[str, Any]) -> Iterator[FunctionType]:
-    """Functions that are attributes of a module or its hooks, and may hold parts of the model."""
+    """Functions of a module or its hooks that may hold parts of it; `deepcopy` leaves them so."""
     for value in own.values():
         for one in value.values() if isinstance(value, dict) else (value,):
             if isinstance(one, FunctionType) and (one.__closure__ or one.__defaults__):

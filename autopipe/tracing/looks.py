@@ -221,6 +221,7 @@ class _AsksForGPUs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# mypy takes the attributes for what they give, not for the getters that a mode is shown.
 _IS_CUDA, _DEVICE = Tensor.is_cuda.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopipe.eager.assigned_buffers import put
 from autopipe.errors import CaptureError
 from autopipe.ir.dataflow import written_parameters
 from autopipe.ir.graph import Graph, Node, Ref, State, Value
@@ -137,7 +138,7 @@ def buffers_in(model: nn.Module, kept: SixteenBits | None) -> Iterator[None]:
     low = {name: buffer.to(kept.dtype) for name, buffer in own.items()}
     versions = {name: version(buffer) for name, buffer in low.items()}
     try:
-        _put(model, low)
+        put(model, low)
         yield
         for name, buffer in low.items():
             if model.get_buffer(name) is not buffer or version(buffer) != versions[name]:
@@ -148,13 +149,7 @@ def buffers_in(model: nn.Module, kept: SixteenBits | None) -> Iterator[None]:
                     f"{rate_name(kept.dtype)}-autocast",
                 )
     finally:
-        _put(model, own)
-
-
-def _put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    for name, buffer in buffers.items():
-        path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, buffer)
+        put(model, own)
 
 
 class Meetings(TorchFunctionMode):

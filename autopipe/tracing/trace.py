@@ -147,7 +147,7 @@ def trace(
             with parameters_in(model, kept):
                 return tracing.recorded(real) if reads is None else tracing.replayed(reads)
         except CaptureError:
-            more = tracing.meetings() if kept is not None else []
+            more = tracing.meetings()
             if kept is None or not more:
                 raise
             kept = kept._replace(buffers=(*kept.buffers, *more))
@@ -291,8 +291,9 @@ class _Tracing:
         return reads, proofs[0].alike
 
     def meetings(self) -> list[str]:
-        """The buffers that meet activations of 16 bits in a run, as far as it goes."""
-        assert self.kept is not None
+        """The fp32 buffers that meet activations of 16 bits in a run, as far as it goes."""
+        if self.kept is None:
+            return []
         found = Meetings(self.program.model, self.kept.dtype)
         with suppress(Exception), parameters_in(self.program.model, self.kept):
             glance(self.program, self.leaves, self.specs, within=lambda: found)

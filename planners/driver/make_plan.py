@@ -188,28 +188,30 @@ def plan(
     if grad_dtype or optimizer_dtype:  # they go with that one
         usual = usual[:1]
 
+    request = PlanRequest(
+        model=model,
+        inputs=inputs,
+        loss=loss,
+        optimizer=optimizer,
+        **precisions.dtypes_of(usual[0], grad_dtype, optimizer_dtype),
+        compiled=compile,
+        fuse_attention=fuse_attention,
+        cluster=asked,
+        batch_size=batch_size,
+        constraints=constraints,
+        recompute=recompute,
+        offload=offload,
+        planner=planner,
+        sequence_parallel=sequence_parallel,
+        loss_over=loss_over,
+        loss_parts=parts,
+        lengths=arguments.lengths_of(inputs, lengths),
+        source=source,
+    )
+
     def planned(precision: str) -> Plan:
-        request = PlanRequest(
-            model=model,
-            inputs=inputs,
-            loss=loss,
-            optimizer=optimizer,
-            **precisions.dtypes_of(precision, grad_dtype, optimizer_dtype),
-            compiled=compile,
-            fuse_attention=fuse_attention,
-            cluster=asked,
-            batch_size=batch_size,
-            constraints=constraints,
-            recompute=recompute,
-            offload=offload,
-            planner=planner,
-            sequence_parallel=sequence_parallel,
-            loss_over=loss_over,
-            loss_parts=parts,
-            lengths=arguments.lengths_of(inputs, lengths),
-            source=source,
-        )
-        return _planned(request, skeleton, say, watch)
+        words = precisions.dtypes_of(precision, grad_dtype, optimizer_dtype)
+        return _planned(replace(request, **words), skeleton, say, watch)
 
     return signed(precisions.in_the_first(usual, planned, say))
 

@@ -7,7 +7,7 @@ nobody asks    on GPUs bf16; where the model does not go in it bf16-autocast, or
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ def in_the_first(precisions: Sequence[str], planned: Callable[[str], T], say: Sa
     raise AssertionError("no precision to plan in")
 
 
-def dtypes_of(precision: str, gradients: str | None, optimizer: str | None) -> dict[str, str]:
+def dtypes_of(precision: str, gradients: str | None, optimizer: str | None) -> dict[str, Any]:
     """The three words of a precision: itself, `grad_dtype` and `optimizer_dtype`.
 
     Raises:
