@@ -14,7 +14,7 @@ may be: what its first call computes and keeps, the graph computes in every micr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.eager.holders import Part, modules_among, tensors_of
+from autopipe.eager.holders import Holder, Part, holders_of, modules_among, tensors_in_any
 from autopipe.errors import CaptureError
 from autopipe.frontend.user_lines import begins
 from autopipe.ir.torch_private import is_fake, no_function_modes, storage_key, version
@@ -42,12 +42,17 @@ def put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def as_before(*parts: Part) -> Iterator[None]:
+def as_before(*parts: Part, holders: Sequence[Holder] | None = None) -> Iterator[None]:
     """Within, buffers may be written and assigned, and other tensors that are kept be written in
-    place, as a graph does both; afterwards they are as they were."""
+    place, as a graph does both; afterwards they are as they were.
+
+    Args:
+        holders: `holders_of(*parts)`, where the caller has them.
+    """
     buffers = [(model, buffers_of(model)) for model in modules_among(parts)]
     values = [(own, own.detach().clone()) for _, known in buffers for own in known.values()]
-    others = [(own, version(own), own.detach().clone()) for own in tensors_of(*parts)]
+    kept = tensors_in_any(holders_of(*parts) if holders is None else holders)
+    others = [(own, version(own), own.detach().clone()) for own in kept]
     try:
         yield
     finally:

@@ -42,6 +42,12 @@ _PASSED = (*_PLAIN, *FIXED, Tensor, nn.Module, property, staticmethod, classmeth
 _OF_PYTHON = (SimpleNamespace, WeakKeyDictionary)
 """Objects of Python's own that keep what a user sets."""
 
+_FOREIGN = frozenset({"torch", *sys.stdlib_module_names})
+"""Packages in which no model of a user's keeps anything: torch and Python itself."""
+
+_OPEN = (list, dict, set)  # tuples of classes: a union would be made anew for each value
+_METHODS = (staticmethod, classmethod)
+
 _GONE = object()
 
 
@@ -86,7 +92,12 @@ def modules_among(parts: Iterable[Part]) -> list[nn.Module]:
 
 def tensors_of(*parts: Part) -> list[Tensor]:
     """The tensors that Python keeps beside parameters and buffers, each once."""
-    kept = (value for holder in holders_of(*parts) for value in list(holder.own.values()))
+    return tensors_in_any(holders_of(*parts))
+
+
+def tensors_in_any(holders: Iterable[Holder]) -> list[Tensor]:
+    """Those tensors that holders keep and a model may write in place, each once."""
+    kept = (value for holder in holders for value in list(holder.own.values()))
     found = {id(value): value for value in kept if isinstance(value, Tensor)}
     return [t for t in found.values() if _is_written_to(t) and t.numel() <= MOST_ELEMENTS]
 
@@ -170,23 +181,21 @@ def _below(holder: Holder) -> dict[int, Holder]:
 
 
 def _foreign(file: str) -> bool:
-    """Whether a file is torch's or Python's, in which no model of a user's keeps anything."""
-    package = file.partition(".")[0]
-    return package in {"torch", *sys.stdlib_module_names}
+    return file.partition(".")[0] in _FOREIGN
 
 
 def _may_change(key: Any, value: Any) -> bool:
     """Whether a name of a class or a file may be one that a model counts with."""
     if str(key).startswith("__"):
         return False
-    if isinstance(value, list | dict | set):  # one that a library has made may load files by itself
+    if isinstance(value, _OPEN):  # one that a library has made may load files by itself
         return type(value) in CONTAINERS
     return isinstance(value, _PLAIN) or not isinstance(value, _PASSED)
 
 
 def _of_function(value: Any) -> dict[int, Holder]:
     """What a function closes over, its attributes and what its defaults hold."""
-    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    function = value.__func__ if isinstance(value, _METHODS) else value
     if not isinstance(function, FunctionType):
         return {}
     name = function.__qualname__

@@ -28,18 +28,18 @@ def restoring(*parts: Part) -> Iterator[Callable[[], tuple[str, ...]]]:
     Yields:
         a function that gives the names of what Python has kept by now that was not there before.
     """
+    holders = holders_of(*parts)
     with (
-        as_before(*parts),
+        as_before(*parts, holders=holders),
         _restoring_registered(modules_among(parts)) as registered,
-        _restoring_kept(parts) as kept,
+        _restoring_kept(holders) as kept,
     ):
         yield lambda: (*kept(), *registered())
 
 
 @contextmanager
-def _restoring_kept(parts: Sequence[Part]) -> Iterator[Callable[[], tuple[str, ...]]]:
+def _restoring_kept(holders: Sequence[Holder]) -> Iterator[Callable[[], tuple[str, ...]]]:
     """As `restoring` has it, of all but what is registered with modules."""
-    holders = holders_of(*parts)
     drawn = _drawn_from(holders)
     before = [(holder, _with_contents(holder.values())) for holder in holders]
 

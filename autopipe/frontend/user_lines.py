@@ -33,6 +33,7 @@ def _torch() -> str:
     return str(Path(found.origin).parent) + os.sep
 
 
+@cache
 def _is_users(filename: str) -> bool:
     """Neither torch, nor autopipe, nor the standard library's plumbing between them."""
     if filename.startswith("<") or (filename.startswith(_PYTHON) and not _is_installed(filename)):
@@ -53,24 +54,16 @@ def is_own_code(filename: str) -> bool:
     return filename != "sys" and _is_users(filename) and not _is_installed(filename)
 
 
-def _innermost(frames: Iterable[tuple[str, int | None]]) -> str:
-    """`file:line` of the innermost frame in the user's code; empty if there is none."""
-    place = ""
-    for filename, line in frames:
-        if _is_users(filename):
-            place = f"{filename}:{line}"
-    return place
-
-
 def here(*, alone: bool = False) -> str:
     """`file:line` of the user's code that is running now; empty if there is none.
 
     Args:
         alone: without the line of the user's own that has called a library's.
     """
-    frames = traceback.extract_stack()
-    place = _innermost((f.filename, f.lineno) for f in frames)
-    return place if alone else place + _called_at(frames)
+    stack = traceback.walk_stack(inspect.currentframe())  # without the text of each line
+    running = ((frame.f_code.co_filename, line) for frame, line in stack)
+    place = next((f"{file}:{line}" for file, line in running if _is_users(file)), "")
+    return place if alone else place + _called_at(traceback.extract_stack())
 
 
 def begins(function: object) -> str:
@@ -110,7 +103,8 @@ def _called_at(frames: Iterable[traceback.FrameSummary]) -> str:
 def of_trace(stack_trace: str | None) -> str:
     """The user's line in the stack trace that torch.export stored on a node."""
     found = _FRAME.finditer(stack_trace or "")
-    return _innermost((m["file"], int(m["line"])) for m in found)
+    users = [f"{m['file']}:{m['line']}" for m in found if _is_users(m["file"])]
+    return users[-1] if users else ""
 
 
 @contextmanager
