@@ -20,6 +20,7 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
+import torch.fx.traceback
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
@@ -193,6 +194,19 @@ def used_by(loss: object) -> Iterator[object]:
         elif isinstance(used, FunctionType):
             pending += _named_in(used)
     yield from seen.values()
+
+
+def note_lines(loss: Loss | None) -> None:
+    """Have torch.export note the lines of a loss, and of functions of its file that it calls.
+
+    By itself export notes the lines of functions that are called `forward`. It is told of others
+    by `annotate_fn`; older releases of torch know of none.
+    """
+    told = getattr(torch.fx.traceback, "annotate_fn", None)
+    called = inspect.getattr_static(type(loss), "__call__", None)  # of an object of a user's class
+    for function in (*used_by(loss), called):
+        if told is not None and isinstance(function, FunctionType):
+            told({})(function)
 
 
 def _named_in(function: FunctionType) -> list[object]:

@@ -107,6 +107,16 @@ def of_trace(stack_trace: str | None) -> str:
     return users[-1] if users else ""
 
 
+_CALLED = {
+    "model": "model()",
+    "inputs": "inputs(batch_size)",
+    "batches": "batches(batch_size), or batches(batch_size, shard, num_shards)",
+    "optimizer": "optimizer(parameters)",
+    "scheduler": "scheduler(optimizer)",
+}
+"""How autopipe calls the functions of a model file."""
+
+
 @contextmanager
 def told(what: str) -> Iterator[None]:
     """Turn an error of the user's code within the block into a `ModelError` of one sentence."""
@@ -121,10 +131,13 @@ def told(what: str) -> Iterator[None]:
             hint="let it raise an error that says what is missing",
         ) from error
     except Exception as error:  # the user's code may raise anything
-        place = of_error(error)
+        place, name = of_error(error), what.rpartition(" ")[2]
+        hint = f"does {name}() go well by itself? --debug shows all calls"
+        if isinstance(error, TypeError) and not place and name in _CALLED:  # it has not begun
+            hint = f"it is called as {_CALLED[name]}"
         raise ModelError(
             f"{place + ': ' if place else ''}{what}() raised {type(error).__name__}: {error}",
-            hint=f"does {what.rpartition(' ')[2]}() go well by itself? --debug shows all calls",
+            hint=hint,
         ) from error
 
 

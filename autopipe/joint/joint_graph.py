@@ -26,6 +26,7 @@ from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.ir.torch_private import fake_mode, quiet, views, writes, written_arguments
 from autopipe.joint.uncast import uncast
 from autopipe.stages.lower import Lowered, parameters_of
+from autopipe.stages.node_calls import place_now
 from autopipe.stages.op_tape import MADE, Tape
 from autopipe.stages.precision import arithmetic, computing, wide_statistics
 from autopipe.stages.recompute import Recomputed
@@ -121,7 +122,7 @@ def differentiate(
     """
     _refuse_opaque(lowered.module)
     given = {n: seed for n, seed in enumerate(seeds) if seed is not None}
-    tape = Tape()
+    tape = Tape(place_now)
     step = _Step(lowered, tuple(given), precision, tape, run or lowered.module)
     with fake_mode(), wide_statistics(lowered.wide), torch.enable_grad(), _uncached(), quiet():
         states = {name: _fake(state) for name, state in step.states()}

@@ -47,7 +47,6 @@ from autopipe.planfile.placements import Placement
 from autopipe.rewriting.gpu_kernels import kernel_of
 from autopipe.stages.node_calls import (
     NODE_NAME,
-    PLACE,
     check_read,
     draw_under_autocast,
     is_limit,
@@ -57,6 +56,7 @@ from autopipe.stages.node_calls import (
     take,
     under_autocast,
 )
+from autopipe.stages.op_tape import PLACE
 from autopipe.stages.precision import copied, low, read_as_copies, saves_wide
 from autopipe.stages.recompute import Recomputed, check_recompute, runs_of, written_again
 from autopipe.stages.rng import draw

@@ -5,10 +5,13 @@ Emitted files call them too, by `runtime.emitted`.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import traceback
+from collections.abc import Iterable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from autopipe.planfile.parts import Read
 from autopipe.rewriting.gpu_autocast import autocast_of_model
 from autopipe.rewriting.gpu_kernels import kernel_of
 from autopipe.stages import gathering
-from autopipe.stages.op_tape import ASKED, marking
+from autopipe.stages.op_tape import ASKED, PLACE, marking
 from autopipe.stages.rng import draw
 from autopipe.tracing.value_guards import check
 
@@ -27,25 +30,33 @@ NODE_NAME = "autopipe_node"
 """The key in an fx node's meta under which its graph node's name stands."""
 
 
-PLACE = "autopipe_place"
-"""The key in an fx node's meta under which the user's line stands that it was traced from."""
-
-
 def place_of(error: BaseException) -> str:
-    """The user's line whose op in a stage's code has raised an error; "": nobody knows.
+    """The user's line whose op in a stage's code has raised an error; "": nobody knows."""
+    passed = [*traceback.walk_tb(error.__traceback__)]
+    return _place(reversed(passed))
+
+
+def place_now() -> str:
+    """The user's line whose op a stage's code runs now; "": it runs none."""
+    return _place(traceback.walk_stack(inspect.currentframe()))
+
+
+def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """That of the innermost code of a stage; frames begin with the innermost.
 
     A module of torch.fx runs as Python that it has written itself, one line for each of its nodes:
     `embedding = torch.ops.aten.embedding.default(weight, tokens);  weight = tokens = None`.
     """
-    place = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        module, code = frame.f_locals.get("self"), frame.f_code
-        if not isinstance(module, fx.GraphModule) or code is not type(module).forward.__code__:
+    for frame, line in frames:
+        code = frame.f_code
+        if code.co_name != "forward":
             continue
-        written = linecache.getline(code.co_filename, line, frame.f_globals)
-        name = re.split(r"\W", written.strip(), maxsplit=1)[0]
-        place = next((n.meta.get(PLACE, "") for n in module.graph.nodes if n.name == name), "")
-    return place
+        module = frame.f_locals.get("self")
+        if isinstance(module, fx.GraphModule) and code is type(module).forward.__code__:
+            written = linecache.getline(code.co_filename, line, frame.f_globals)
+            name = re.split(r"\W", written.strip(), maxsplit=1)[0]
+            return next((n.meta.get(PLACE, "") for n in module.graph.nodes if n.name == name), "")
+    return ""
 
 
 class Arrived(torch.autograd.Function):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -35,6 +35,9 @@ SEGMENT = "autopipe_segment"
 
 AGAIN = "autopipe_again"
 """The key in the meta of a node of backward that repeats what forward has computed."""
+
+PLACE = "autopipe_place"
+"""The key in a node's meta under which the user's line stands that it was traced from."""
 
 ASKED = "autopipe_asked"
 """The key in the meta of a node of forward that a plan asks backward to repeat."""
@@ -81,13 +84,17 @@ class Tape(TorchDispatchMode):
 
     A tensor that is neither given nor made by a recorded op is a constant: a `get_attr` node.
 
+    Args:
+        place: gives the user's line of the op that runs now; "": of none.
+
     Attributes:
         graph: a node for each op, and one for each tensor of an op with several results.
         segment: what the nodes recorded from now on have as `SEGMENT`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[], str] = str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._place = place
         self.graph = fx.Graph()
         self.segment: str | None = None
         # By identity, and weakly: whoever keeps a tensor makes autograd copy it.
@@ -125,6 +132,7 @@ class Tape(TorchDispatchMode):
             map_aggregate(kwargs, self.node),
             name=name,
         )
+        call.meta[PLACE] = self._place()
         result = func(*args, **kwargs)
         self._made(result, call)
         if isinstance(result, list | tuple):

@@ -25,7 +25,7 @@ from autopipe.frontend import batch as batches
 from autopipe.frontend import refusals, user_lines
 from autopipe.frontend.construct import off_gpus, still_real
 from autopipe.frontend.extremes import chosen_by_tensors
-from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss, plain_tree
+from autopipe.frontend.loss import Loss, SumCount, note_lines, outputs_to_loss, plain_tree
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches, without_cache
 from autopipe.ir.graph import SEQUENCE, short_name
@@ -250,6 +250,7 @@ def capture(
                     dynamic_shapes=(dims,) if symbolic else None,
                 )
 
+        note_lines(program.loss)
         known = program.all_assigned
         try:
             found = export()

@@ -41,5 +41,6 @@ def sentence(error: BaseException) -> str:
     """
     first = next(iter(str(error).strip().splitlines()), "")
     notes: list[str] = getattr(error, "__notes__", [])
-    where = next((f", {note}" for note in notes if note.startswith(_IN_MODEL)), "")
-    return f"{type(error).__name__}: {first}{where}"
+    where = next((note for note in notes if note.startswith(_IN_MODEL)), "")
+    said = f"{first.removesuffix('.')}, {where}" if where else first
+    return f"{type(error).__name__}: {said}"

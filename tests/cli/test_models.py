@@ -83,6 +83,18 @@ class Square(torch.autograd.Function):
             id="model raises",
         ),
         pytest.param(
+            changed("def model()", "def model(size)"),
+            "net.py: model() raised TypeError: model() missing 1 required positional argument: "
+            "'size'\n\nhint: it is called as model()",
+            id="model wants more",
+        ),
+        pytest.param(
+            changed("def inputs(batch_size)", "def inputs()"),
+            "net.py: inputs() raised TypeError: inputs() takes 0 positional arguments but 1 was "
+            "given\n\nhint: it is called as inputs(batch_size)",
+            id="inputs takes nothing",
+        ),
+        pytest.param(
             changed("return Net()", "raise SystemExit(3)"),
             f"{{path}}:{LINE['    return Net()']} `raise SystemExit(3)`: "
             "net.py: model() ends the program (exit code 3)\n\n"

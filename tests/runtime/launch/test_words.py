@@ -43,3 +43,6 @@ def test_the_users_line_that_was_noted_stands_behind_it() -> None:
     place(error, "model.py:12")
     error.add_note("rank 1 failed")  # what others note is told elsewhere
     assert sentence(error) == "IndexError: index out of range, in the model at model.py:12"
+    error = IndexError("Target 99 is out of bounds.")
+    place(error, "model.py:12")
+    assert sentence(error) == "IndexError: Target 99 is out of bounds, in the model at model.py:12"

@@ -128,12 +128,18 @@ def test_an_error_in_one_stage_ends_all() -> None:
         step(made, split, ZOO["gpt"].inputs(2 * ROWS), 1 / 2)
 
 
-def test_an_error_of_an_op_has_the_users_line() -> None:
-    """What a stage runs is code that torch.fx has written: nobody looks for his mistake there."""
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("entry", ["tokens", "labels"])
+def test_an_error_of_an_op_has_the_users_line(schedule: str, entry: str) -> None:
+    """What a stage runs is code that torch.fx has written: nobody looks for his mistake there.
+
+    Bug: under zb-h1 that code is written from a trace of it with its backward, without lines.
+    """
     split = cut("gpt", 1)
-    made, _ = ready(split, split.programs("1f1b", 1))
-    batch = {name: tensor + 1_000_000 for name, tensor in ZOO["gpt"].inputs(ROWS).items()}
+    made, _ = ready(split, split.programs(schedule, 1))
+    batch = dict(ZOO["gpt"].inputs(ROWS))
+    batch[entry] = batch[entry] + 1_000_000
     with pytest.raises(IndexError) as found:
         step(made, split, batch, 1)
     said = sentence(found.value)
-    assert re.fullmatch(r"IndexError: index out of range in self, in the model at .+\.py:\d+", said)
+    assert re.fullmatch(r"IndexError: .+, in the model at .+\.py:\d+", said)
