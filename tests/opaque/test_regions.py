@@ -1,40 +1,34 @@
 """What no trace can look into runs as it is, in as small a call as can be, and is one op."""
 
 import copy
-import random
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
-from autopipe.errors import CaptureError, ModelError, PlanError
+from autopipe.errors import ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.construct import fake_copy
 from autopipe.ir.dataflow import analyse, is_random
 from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import BATCH, REGION_OP
 from autopipe.ir.op_costs import costs
-from autopipe.opaque.trees import Slot, Struct, Unlike, from_text, to_text
 from autopipe.stages.dry_run import rehearse
 from autopipe.stages.saved_storages import SavedStorages
 from autopipe.tracing.trace import trace
 from tests.support.odd_models import (
-    MICRO_BATCHES,
-    ROWS,
     Net,
     built,
-    eager,
     inputs,
     planned,
+    regions_of,
     square,
     unlike,
 )
 from tests.support.staged import (
-    Step,
     differences,
     lowered,
-    micro_batches,
     split,
     staged_step,
     trace_model,
@@ -291,10 +285,6 @@ def test_it_computes_what_eager_computes(kind):
     assert unlike(built(kind), cuts=["relu/1"]) == []
 
 
-def regions_of(kind):
-    return [region.name for region in trace_model(built(kind), inputs, square).regions]
-
-
 def test_it_is_the_smallest_call_that_takes_and_gives_tensors_of_static_sizes():
     assert regions_of(SomeRows) == ["inside()"]
     assert regions_of(MarkedRows) == [], "torch.where says what it writes"
@@ -447,384 +437,6 @@ def test_random_numbers_follow_the_seeds_of_the_run():
     assert not torch.equal(*losses)
 
 
-class InTheModelItself(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 4)
-
-    def forward(self, x):
-        return torch.vmap(torch.sin)(self.layer(x))  # here
-
-
-class Leaves(Net):
-    """The size of what `choose` gives depends on values, and so does everything around it."""
-
-    def inside(self, hidden):
-        self.middle(hidden)
-        return self.choose(hidden)
-
-    def choose(self, hidden):
-        return hidden[hidden[:, 0] > 0.1].sum(0) + hidden
-
-
-class SideChannel(Net):
-    """One call leaves a tensor in an attribute for the next."""
-
-    def inside(self, hidden):
-        made = self.first(hidden)
-        return made + self.left
-
-    def first(self, hidden):
-        self.left = self.middle(hidden)
-        return torch.vmap(torch.sin)(hidden)
-
-
-class LeavesASum(Net):
-    """A mixture that leaves a loss of its own, which the model's loss reads."""
-
-    def inside(self, hidden):
-        return self.route(self.middle(hidden))
-
-    def route(self, hidden):
-        self.left = hidden[hidden[:, 0] > 0.1].sum()
-        return hidden
-
-
-class IsGivenAside(Net):
-    """A call reads a tensor that other code has left in an attribute for it."""
-
-    def inside(self, hidden):
-        self.left = self.middle(hidden)
-        return self.second(hidden)
-
-    def second(self, hidden):
-        return torch.vmap(torch.sin)(hidden) + self.left
-
-
-def test_what_a_call_leaves_in_an_attribute_is_a_result_of_it_where_others_read_it():
-    assert regions_of(SideChannel) == ["first()"]
-    assert unlike(built(SideChannel)) == []
-    assert unlike(built(SideChannel), cuts=["relu/1"]) == []
-
-
-def test_a_loss_reads_it_too():
-    """Bug: it was refused, as a tensor that is read by other code."""
-    model = built(LeavesASum)
-
-    def loss(outputs, batch):
-        return square(outputs, batch) + 0.1 * model.left
-
-    assert unlike(model, loss) == []
-    assert trace_model(model, inputs, loss).regions[0].left == ("left",)
-
-
-def test_what_crosses_otherwise_than_as_a_tensor_widens_the_call():
-    assert regions_of(IsGivenAside) == ["inside()"]
-
-
-def test_a_gradient_in_the_models_own_forward_is_a_line_that_runs_as_it_is():
-    """Bug: it was refused; then all of the model ran as it is, and no pipeline could cut it.
-    Physics-informed models and those of forces take gradients there."""
-    model = built(InTheModelItself)
-    (region,) = trace_model(model, inputs, square).regions
-    assert region.name == "forward_lines_2_to_2()"
-    assert unlike(model) == []
-
-
-class Again(torch.autograd.Function):
-    """A checkpoint as diffusion models have it: backward runs a method once more."""
-
-    @staticmethod
-    def forward(ctx, run, x, *parameters):
-        ctx.run, ctx.x, ctx.parameters = run, x, parameters
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.x.detach().requires_grad_()
-        with torch.enable_grad():
-            made = ctx.run(x.view_as(x))
-        return None, *torch.autograd.grad(made, (x, *ctx.parameters), gradient, allow_unused=True)
-
-
-class Checkpointed(Net):
-    def inside(self, hidden):
-        return Again.apply(self.normed, hidden, *self.middle.parameters())
-
-    def normed(self, hidden):
-        return hidden + self.middle(hidden).tanh()
-
-
-class Normed(nn.Linear):
-    """Its backward hook reads what forward has left in it."""
-
-    def __init__(self):
-        super().__init__(8, 8)
-        self.register_full_backward_hook(lambda own, given, _: (given[0] * own.scale,))
-
-    def forward(self, x):
-        self.scale = x.detach().abs().mean()
-        return super().forward(x)
-
-
-class HookReadsWhatIsLeft(Net):
-    def begin(self):
-        self.middle = Normed()
-
-
-@dataclass
-class Form:
-    scale: int
-
-
-class Moody(nn.Module):
-    """Computes by what stands in its attributes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-        self.mood, self.size = None, (0, 0)
-        self.form = Form(1)
-
-    def forward(self, hidden):
-        rows = (hidden[:, 0] > -100).nonzero().flatten()
-        made = self.norm(self.layer(hidden[rows]))
-        made = made.tanh() if self.mood == "calm" else made
-        return hidden.index_copy(0, rows, made * self.size[0] / self.form.scale)
-
-
-class SetsAttributes(Net):
-    def begin(self):
-        self.part = Moody()
-
-    def inside(self, hidden):
-        self.part.mood, self.part.size, self.part.form = "calm", (2, 3), Form(3)
-        hidden = self.part(hidden)
-        self.part.mood, self.part.size = None, (3, 2)
-        return self.part(hidden)
-
-
-class Evaluates(Net):
-    def begin(self):
-        self.part = Moody()
-        self.part.size = 1, 1
-
-    def inside(self, hidden):
-        made = self.part(hidden)
-        self.part.eval()
-        made = made + self.part(hidden)
-        self.part.train()
-        return made
-
-
-@pytest.mark.parametrize("kind", [SetsAttributes, Evaluates])
-def test_a_call_finds_what_forward_has_set_before_it(kind):
-    """Bug: each had what the first model had, and running statistics were no written buffers."""
-    first, second = trace_model(built(kind), inputs, square).regions
-    assert first.finds != second.finds
-    assert unlike(built(kind)) == []
-    assert unlike(built(kind), cuts=["relu/1"]) == []
-
-
-class InTurn(Net):
-    """A buffer says which head runs; while it is measured, the first one."""
-
-    def begin(self):
-        self.register_buffer("turn", torch.tensor(0))
-        self.head0, self.head1, self.head2 = (nn.Linear(8, 8) for _ in range(3))
-
-    def inside(self, hidden):
-        hidden = getattr(self, f"head{self.turn.item()}")(hidden)
-        self.turn.add_(1).remainder_(3)
-        return torch.vmap(torch.sin)(hidden)
-
-
-def test_a_method_may_look_its_modules_up_by_name():
-    """Bug: a traceback; only what had been read while it was measured had values."""
-    assert unlike(built(InTurn)) == []
-    assert unlike(built(InTurn), cuts=["relu/1"]) == []
-
-
-class ThroughAList(InTurn):
-    def begin(self):
-        super().begin()
-        self.heads = [self.head0, self.head1, self.head2]
-
-    def inside(self, hidden):
-        hidden = self.heads[self.turn.item()](hidden)
-        self.turn.add_(1).remainder_(3)
-        return torch.vmap(torch.sin)(hidden)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_what_it_reads_first_in_a_later_micro_batch_is_an_error():
-    with pytest.raises(ModelError, match="reads parameters in this micro-batch that it has not"):
-        unlike(built(ThroughAList))
-
-
-class SetsAnother(Net):
-    """Another value with each number of rows."""
-
-    def begin(self):
-        self.part = Moody()
-
-    def inside(self, hidden):
-        self.part.size = 1 / len(hidden), 0
-        return self.part(hidden)
-
-
-def test_what_differs_from_one_micro_batch_to_the_next_widens_the_call():
-    assert regions_of(SetsAnother) == ["inside()"]
-
-
-class NormedTwice(Net):
-    """A batch norm in the part that runs as it is, and in the graph: a critic with a penalty."""
-
-    def begin(self):
-        self.norm = nn.BatchNorm1d(8)
-
-    def inside(self, hidden):
-        return self.norm(self.middle(hidden)) + self.slope(hidden)
-
-    def slope(self, hidden):
-        made = self.norm(hidden).tanh()
-        (slope,) = torch.autograd.grad(made.square().sum(), hidden, create_graph=True)
-        return slope
-
-
-class Numbered(Net):
-    """Counts in Python, for a log."""
-
-    def begin(self):
-        self.part = Numbers()
-
-    def inside(self, hidden):
-        return self.part(hidden)
-
-
-class Numbers(nn.Module):
-    seen = []
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.calls = nn.Linear(8, 8), 0
-
-    def forward(self, hidden):
-        self.calls += 1
-        self.seen.append(self.calls)
-        return hidden + torch.vmap(torch.sin)(self.layer(hidden))
-
-
-def test_a_backward_does_not_take_a_count_back():
-    """F0 F1 B0 F2 ... Bug: a forward counted on from where the last backward had been."""
-    model = built(Numbered)
-    trace = trace_model(model, inputs, square)
-    (only,) = lowered(trace, model, (), ROWS)
-    parts = micro_batches(trace, inputs(ROWS * 5), 5)
-    Numbers.seen.clear()
-    earlier = None
-    for leaves in parts:
-        loss = only.module(*(leaves[path] for path in only.stage.inputs))[0]
-        if earlier is not None:
-            earlier.backward()
-        earlier = loss
-    assert Numbers.seen == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("kind", [Checkpointed, HookReadsWhatIsLeft, NormedTwice])
-def test_backward_finds_what_its_own_forward_had(kind):
-    """All forwards first. Bug: the tensors of the last micro-batch stood in the module, those that
-    a checkpoint was given were others, and their gradients were none."""
-    model = built(kind)
-    trace = trace_model(model, inputs, square)
-    assert trace.regions
-    own, losses = copy.deepcopy(model), []
-    for leaves in micro_batches(trace, inputs(ROWS * MICRO_BATCHES), MICRO_BATCHES):
-        if not losses:
-            (only,) = lowered(trace, own, (), ROWS)
-        losses.append(only.module(*(leaves[path] for path in only.stage.inputs))[0])
-    for loss in losses:
-        (loss / MICRO_BATCHES).backward()
-    assert differences(Step.of(losses, own), eager(model), tolerance=1e-6) == []
-
-
-def test_a_loss_over_the_whole_batch_runs_it_twice():
-    """Bug: the graph of the first pass had no regions, and planning ended in a KeyError."""
-
-    def together(outputs, batch):
-        return square(outputs, batch) + outputs.mean(0).square().sum()
-
-    plan = planned(built(SomeRows), together, loss_over="batch", pp=2, micro_batches=2)
-    assert plan.loss_over == "batch" and plan.regions
-
-
-class OfTheBatch(nn.Module):
-    """Has no parameters, and is given none of what depends on them."""
-
-    def forward(self, x):
-        return x[x[:, 0] > -9].mean(0)
-
-
-class ReadsTheBatchAlone(Net):
-    def begin(self):
-        self.part = OfTheBatch()
-
-    def forward(self, x):
-        return super().forward(x + self.part(x))
-
-
-def test_a_call_that_reads_the_batch_alone():
-    """Bug: its tensors had values where the rest had none, and the call stood in for itself."""
-    (region,) = trace_model(built(ReadsTheBatchAlone), inputs, square).regions
-    assert region.module == "part"
-    assert unlike(built(ReadsTheBatchAlone)) == []
-
-
-class DrawsInPython(Net):
-    def inside(self, hidden):
-        return torch.vmap(torch.sin)(hidden) * random.random()
-
-
-class LaterInPython(Net):
-    """Each of its first calls does the same."""
-
-    def begin(self):
-        self.calls = 0
-
-    def inside(self, hidden):
-        self.calls += 1
-        return torch.vmap(torch.sin)(self.middle(hidden)) * (2 if self.calls > 40 else 1)
-
-
-class Backward(Net):
-    def inside(self, hidden):
-        self.middle(hidden.detach()).sum().backward()
-        return torch.vmap(torch.sin)(hidden)
-
-
-class Counts(Net):
-    calls = 0
-
-    def inside(self, hidden):
-        self.calls += 1
-        return torch.vmap(torch.sin)(self.middle(hidden)) * self.calls
-
-
-REFUSED = {
-    DrawsInPython: "random",
-    Backward: "forward runs a backward of its own",
-    Counts: "the model keeps calls from one call to the next, and then computes something else",
-    LaterInPython: "the model keeps calls from one call to the next, and then computes",
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
-def test_effects_that_no_stage_may_have_stay_refused(kind):
-    with pytest.raises(CaptureError, match=REFUSED[kind]):
-        trace_model(built(kind), inputs, square)
-
-
 class Sizes(Net):
     """Gives a tensor of other sizes from the third row on."""
 
@@ -869,138 +481,11 @@ def test_it_is_not_run_again_in_another_stage_nor_in_backward():
     assert not analyse(traced.graph).local[position]
 
 
-class ByLastGradients(Net):
-    """A hook keeps the size of gradients, by which the next forward divides."""
+def test_a_loss_over_the_whole_batch_runs_it_twice():
+    """Bug: the graph of the first pass had no regions, and planning ended in a KeyError."""
 
-    def begin(self):
-        self.register_buffer("size", torch.ones(()))
-        self.middle.register_full_backward_hook(
-            lambda layer, inner, outer: self.size.copy_(1 + outer[0].abs().sum()) and None
-        )
+    def together(outputs, batch):
+        return square(outputs, batch) + outputs.mean(0).square().sum()
 
-    def inside(self, hidden):
-        return self.middle(hidden) / self.size
-
-
-def test_a_hook_that_writes_a_buffer_in_backward_is_refused():
-    """Bug: what it wrote was lost; a large model was trained on the first size for good."""
-    with pytest.raises(CaptureError, match="the buffer 'size' is written in backward, by a hook"):
-        trace_model(built(ByLastGradients), inputs, square)
-
-
-def test_trees_come_back_from_their_text():
-    tree = (
-        (Slot(0), None, [Slot(1), 2.5]),
-        {"dim": -1, "dtype": torch.float16, "deep": {"a": True}},
-        Struct(Encoded, {"hidden": Slot(2), "mask": None}),
-    )
-    assert from_text(to_text(tree)) == tree
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"dtype": "load"}',
-        '{"dtype": ["x"]}',
-        '{"tensor": "x"}',
-        "{}",
-        '{"call": "x"}',
-        "[",
-        '{"struct": ["os"]}',
-    ],
-)
-def test_a_text_that_is_no_tree_is_refused(text):
-    with pytest.raises(PlanError):
-        from_text(text)
-
-
-def test_a_class_that_this_process_does_not_have_is_named():
-    text = to_text(Struct(Encoded, {"hidden": Slot(0), "mask": None}))
-    with pytest.raises(PlanError, match="a Gone of tests.opaque.test_regions, which is no data"):
-        from_text(text.replace("Encoded", "Gone"))
-
-    @dataclass
-    class Local:
-        hidden: torch.Tensor
-
-    with pytest.raises(Unlike, match="Local, a class within a function"):
-        to_text(Struct(Local, {"hidden": Slot(0)}))
-
-
-class Grows(Net):
-    """A method puts what it finds into a list that it is given."""
-
-    def inside(self, hidden):
-        self.grow(kept := [], hidden)
-        return self.middle(hidden) * len(kept)
-
-    def grow(self, kept, hidden):
-        kept += [row.sum() for row in hidden[hidden.sum(1) > -9]]
-
-
-class Replaces(Net):
-    """A method puts another tensor in the place of one that it is given."""
-
-    def inside(self, hidden):
-        self.replace(kept := [self.middle(hidden)])
-        return kept[0]
-
-    def replace(self, kept):
-        kept[0] = kept[0] * kept[0][kept[0] > 0.1].sum()
-
-
-class ByNumber(Net):
-    """A method gives a dict whose keys are no text, which no plan can write."""
-
-    def inside(self, hidden):
-        return self.middle(hidden) * self.totals(hidden)[0]
-
-    def totals(self, hidden):
-        return {0: hidden[hidden > 0.1].sum()}
-
-
-class SetsTheData(Net):
-    def inside(self, hidden):
-        hidden = self.middle(hidden)
-        self.doubled(hidden)
-        return hidden
-
-    def doubled(self, hidden):
-        hidden.data = hidden.data * 2
-
-
-class CountsInMemory(Net):
-    """From another rank its argument would come in the order of its dims."""
-
-    def inside(self, hidden):
-        return self.windows(self.middle(hidden).view(-1, 2, 4).transpose(1, 2))
-
-    def windows(self, turned):
-        total = turned[turned > 0].sum()
-        return turned.as_strided((len(turned), 2, 4), (8, 2, 1)).flatten(1) * total
-
-
-@pytest.mark.parametrize("kind", [Grows, Replaces, ByNumber, SetsTheData, CountsInMemory])
-def test_a_call_that_changes_what_it_is_given_is_widened(kind):
-    """Bug: the graph had the list, or the tensor, as it was before; planning's look found it."""
-    names = [
-        one.region.name for one in trace_model(built(kind), inputs, square).graph.regions.values()
-    ]
-    assert names == ["inside()"]
-    assert unlike(built(kind)) == []
-
-
-class AddsToIt(Net):
-    def forward(self, x):
-        hidden = self.up(x).relu()
-        found = self.first(hidden)
-        found["out"] = self.down(hidden)
-        return found["out"] * found["total"]
-
-    def first(self, hidden):
-        return {"total": hidden[hidden > 0.1].sum()}
-
-
-def test_what_a_call_gives_is_what_it_was_when_it_gave_it():
-    """Bug: a dict that forward adds to was measured at the end, and each micro-batch had others."""
-    assert unlike(built(AddsToIt)) == []
+    plan = planned(built(SomeRows), together, loss_over="batch", pp=2, micro_batches=2)
+    assert plan.loss_over == "batch" and plan.regions

@@ -149,6 +149,11 @@ def eager(model, loss=square):
     return Step.of(losses, model)
 
 
+def regions_of(kind):
+    """The names of the calls of a model that run as they are."""
+    return [region.name for region in trace_model(built(kind), inputs, square).regions]
+
+
 def unlike(model, loss=square, cuts=(), **options):
     """Names of what a model's graph computes otherwise than the model, to rounding.
 
