@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from autopipe.checking.random_ops import Drawing, Unmatched
 from autopipe.checking.subject import SEED
 from autopipe.eager.assigned_buffers import buffers_of, put
-from autopipe.eager.holders import tensors_of
+from autopipe.eager.holders import holders_of, tensors_of
 from autopipe.frontend import batch as batches
 from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
@@ -290,7 +290,7 @@ class Unsplit:
 def _beside(model: nn.Module, file: ModelFile) -> dict[str, Tensor]:
     """Tensors in plain attributes of model and loss, by their number, which does not change."""
     known = {id(buffer) for buffer in model.buffers()}
-    found = tensors_of(model, *([] if file.loss is None else [file.loss]))
+    found = tensors_of(holders_of(model, *([] if file.loss is None else [file.loss])))
     return {f"beside {n}": own for n, own in enumerate(found) if id(own) not in known}
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.eager.holders import Holder, Part, holders_of, modules_among, tensors_in_any
+from autopipe.eager.holders import Holder, Part, holders_of, modules_among, tensors_of
 from autopipe.errors import CaptureError
 from autopipe.frontend.user_lines import begins
 from autopipe.ir.torch_private import is_fake, no_function_modes, storage_key, version
@@ -51,7 +51,7 @@ def as_before(*parts: Part, holders: Sequence[Holder] | None = None) -> Iterator
     """
     buffers = [(model, buffers_of(model)) for model in modules_among(parts)]
     values = [(own, own.detach().clone()) for _, known in buffers for own in known.values()]
-    kept = tensors_in_any(holders_of(*parts) if holders is None else holders)
+    kept = tensors_of(holders_of(*parts) if holders is None else holders)
     others = [(own, version(own), own.detach().clone()) for own in kept]
     try:
         yield

@@ -43,10 +43,7 @@ _OF_PYTHON = (SimpleNamespace, WeakKeyDictionary)
 """Objects of Python's own that keep what a user sets."""
 
 _FOREIGN = frozenset({"torch", *sys.stdlib_module_names})
-"""Packages in which no model of a user's keeps anything: torch and Python itself."""
-
-_OPEN = (list, dict, set)  # tuples of classes: a union would be made anew for each value
-_METHODS = (staticmethod, classmethod)
+"""Packages in which no model of a user's keeps anything."""
 
 _GONE = object()
 
@@ -90,13 +87,8 @@ def modules_among(parts: Iterable[Part]) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-def tensors_of(*parts: Part) -> list[Tensor]:
-    """The tensors that Python keeps beside parameters and buffers, each once."""
-    return tensors_in_any(holders_of(*parts))
-
-
-def tensors_in_any(holders: Iterable[Holder]) -> list[Tensor]:
-    """Those tensors that holders keep and a model may write in place, each once."""
+def tensors_of(holders: Iterable[Holder]) -> list[Tensor]:
+    """The tensors that they keep beside parameters and buffers, each once."""
     kept = (value for holder in holders for value in list(holder.own.values()))
     found = {id(value): value for value in kept if isinstance(value, Tensor)}
     return [t for t in found.values() if _is_written_to(t) and t.numel() <= MOST_ELEMENTS]
@@ -188,14 +180,14 @@ def _may_change(key: Any, value: Any) -> bool:
     """Whether a name of a class or a file may be one that a model counts with."""
     if str(key).startswith("__"):
         return False
-    if isinstance(value, _OPEN):  # one that a library has made may load files by itself
+    if isinstance(value, (list, dict, set)):  # one that a library has made may load files by itself
         return type(value) in CONTAINERS
     return isinstance(value, _PLAIN) or not isinstance(value, _PASSED)
 
 
 def _of_function(value: Any) -> dict[int, Holder]:
     """What a function closes over, its attributes and what its defaults hold."""
-    function = value.__func__ if isinstance(value, _METHODS) else value
+    function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
     if not isinstance(function, FunctionType):
         return {}
     name = function.__qualname__
@@ -204,8 +196,7 @@ def _of_function(value: Any) -> dict[int, Holder]:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
         found[id(function.__closure__)] = Holder(name, _Cells(cells), inside=True)
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        inside = _inside(default, shared=True)
-        if inside is not None:
+        if (inside := _inside(default, shared=True)) is not None:
             found[id(default)] = Holder(name, inside, inside=True)
     return found
 
