@@ -11,11 +11,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support import garbage
 from tests.support.long import LONG
+
+if TYPE_CHECKING:
+    from tests.support.shell import Shell
 
 # transformers asks its hub about a configuration it is handed; the zoo builds all of them itself.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -103,3 +107,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """All modules of tests are imported by now, and stay."""
     garbage.rarely()
+
+
+@pytest.fixture
+def autopipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> "Shell":
+    """The command line, as one types it in a folder of the test's own."""
+    from tests.support.shell import Shell  # imports torch, which not all processes need
+
+    return Shell(tmp_path, monkeypatch, capsys)

@@ -24,13 +24,6 @@ from tests.support.shell import (
 )
 
 
-@pytest.fixture
-def autopipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Shell:
-    return Shell(tmp_path, monkeypatch, capsys)
-
-
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The file of a cluster of four processes on this machine."""

@@ -1,7 +1,6 @@
 """A model file that is wrong: one sentence with the user's own line, and nothing is written."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +9,6 @@ from torch.nn import functional as F
 from autopipe.util import codec
 from tests.support.inprocess import machine
 from tests.support.shell import LINE, NET, Shell, changed
-
-
-@pytest.fixture
-def autopipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Shell:
-    return Shell(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.shell import Shell
-
-
-@pytest.fixture
-def autopipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Shell:
-    return Shell(tmp_path, monkeypatch, capsys)
 
 
 def test_a_plan_becomes_a_page_with_sliders(autopipe: Shell) -> None:

@@ -27,14 +27,6 @@ from tests.support.shell import (
     start,
 )
 
-
-@pytest.fixture
-def autopipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Shell:
-    return Shell(tmp_path, monkeypatch, capsys)
-
-
 STEP = re.compile(r"step (\d+)/?\d*  loss (\d+\.\d{3,})  [\d,.]+ (?:rows|tokens)/s")
 
 

@@ -10,14 +10,6 @@ import pytest
 
 from tests.support.shell import ROOT, Shell, python, ranks
 
-
-@pytest.fixture
-def autopipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Shell:
-    return Shell(tmp_path, monkeypatch, capsys)
-
-
 # --- what is not loaded
 
 SLOW = ("torch", "transformers", "scipy", "sympy", "pandas")

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -61,13 +60,6 @@ def test_micro_batches_are_a_way_unless_the_loss_is_of_each() -> None:
     assert names(PLAN, fewer) == ([], ["micro-batches"])
     own = [replace(plan, loss_over="micro-batch") for plan in (PLAN, fewer)]
     assert names(*own) == (["micro-batches of a step"], ["micro-batches"])
-
-
-@pytest.fixture
-def autopipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Shell:
-    return Shell(tmp_path, monkeypatch, capsys)
 
 
 def test_it_ends_as_diff_does(autopipe: Shell) -> None:

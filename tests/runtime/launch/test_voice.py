@@ -97,13 +97,6 @@ def test_the_rank_that_speaks_says_which_it_is(name: str, monkeypatch: pytest.Mo
 # --- through the command line
 
 
-@pytest.fixture
-def autopipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Shell:
-    return Shell(tmp_path, monkeypatch, capsys)
-
-
 def wrong_number(found: int) -> str:
     return f"the plan is for 4 processes, found {found} (this is rank 0, on node 0)"
 
