@@ -259,7 +259,7 @@ def test_a_model_file_or_an_option_says_what_the_loss_is_over(shell):
     shell.write("net.py", changed(".mean()", ".sum()"))
     codec.save(machine(2), shell.folder / "cluster.json")
     ask = ("plan", "net.py", "--cluster", "cluster.json", "--pp", "2", "--batch", "8")
-    line = LINE["def loss(outputs, batch):"]
+    line = LINE['    return ((outputs - batch["target"]) ** 2).mean()']
     found = shell(*ask).error
     assert found.startswith(f"{shell.folder / 'net.py'}:{line}: the loss of 4 rows is ")
     assert shell.files() == ["cluster.json", "net.py"]
