@@ -87,7 +87,9 @@ def check_plan(
         return planned(shrunk(file, smaller), few, _of_length(words, smaller), say)
 
     few = fewer_ranks(wanted, written=bool(plan.programs))
-    return _check(source, file, wanted, few, made, say, start)
+    # A GPU's compiler makes other code of a graph than a CPU's, which needs one of C++ besides.
+    backend = "eager" if plan.cluster.has_gpus else "inductor"
+    return _check(source, file, wanted, few, made, say, start, backend)
 
 
 def check_model(
@@ -125,6 +127,7 @@ def _check(
     made: Callable[[Smaller, Degrees], Plan],
     say: Say,
     start: Spawn | None,
+    backend: str = "inductor",
 ) -> Comparison:
     """Find what fits, plan that, and compare; without dropout where that cannot be compared, and
     in fp64 where rounding may decide."""
@@ -141,7 +144,9 @@ def _check(
 
     def looked_at(case: Sized, *notes: str) -> Comparison:
         def compare(case: Sized) -> Comparison:
-            return _compare(source, case, (*_notes(case.plan), *notes), say, start)
+            as_they_are = case.plan.compiled and backend == "eager"
+            told = (*_notes(case.plan), *([_GRAPHS] if as_they_are else []), *notes)
+            return _compare(CheckJob(source, case.smaller, backend), case, told, say, start)
 
         found = compare(case)
         if not may_be_rounding(found):
@@ -168,7 +173,7 @@ def _check(
 
 
 def _compare(
-    source: str, case: Sized, notes: tuple[str, ...], say: Say, start: Spawn | None
+    job: CheckJob, case: Sized, notes: tuple[str, ...], say: Say, start: Spawn | None
 ) -> Comparison:
     """Run both sides, and compare them.
 
@@ -181,7 +186,7 @@ def _compare(
     traced = cache(partial(_traced, file, plan))
     with TemporaryDirectory(prefix="autopipe-check-") as name:
         folder = Path(name)
-        subject.write(folder, CheckJob(source, case.smaller), plan, file)
+        subject.write(folder, job, plan, file)
         drawn = subject.read(folder)[2]
         names = partial(_names, traced)
         _check_statistics(plan, traced)
@@ -312,6 +317,8 @@ def _as_planned(file: ModelFile) -> Iterator[None]:
         with torch.random.fork_rng(devices=[]):
             yield
 
+
+_GRAPHS = "the graphs that a GPU's compiler would be given run here as they are"
 
 _NORMS = (
     f"gradients have to be equal to {FP32:g} of their largest entry: forward sets norms of a "

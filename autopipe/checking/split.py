@@ -15,6 +15,7 @@ from autopipe.checking import subject
 from autopipe.checking.shrink import shrunk
 from autopipe.frontend import model_file
 from autopipe.runtime.parallelize import parallelize
+from autopipe.runtime.step.compile import compiled_by
 from autopipe.runtime.step.pipe import Pipe
 
 CLIP = 0.5
@@ -53,10 +54,11 @@ def run_rank(folder: Path) -> None:
     file = shrunk(model_file.load(about.source), about.smaller)
     random.seed(subject.SEED)
     torch.manual_seed(subject.SEED)
-    pipe = parallelize(file.model, plan, loss=file.loss, seed=subject.SEED)
-    named = list(pipe.named_parameters()) or [("", next(pipe.parameters()))]
-    optimizer = file.make_optimizer(named, plan.optimizer)
-    found = [_step(pipe, optimizer, batch) for batch in batches]
+    with compiled_by(about.backend):
+        pipe = parallelize(file.model, plan, loss=file.loss, seed=subject.SEED)
+        named = list(pipe.named_parameters()) or [("", next(pipe.parameters()))]
+        optimizer = file.make_optimizer(named, plan.optimizer)
+        found = [_step(pipe, optimizer, batch) for batch in batches]
     torch.save(found, folder / f"rank{pipe.place.rank}.pt")
 
 

@@ -49,10 +49,15 @@ class Smaller:
 
 @dataclass(frozen=True)
 class CheckJob:
-    """The model file of a check, and how its model is made smaller."""
+    """The model file of a check, and how its model is made smaller.
+
+    Attributes:
+        backend: of torch.compile, by which compiled stages are.
+    """
 
     source: str
     smaller: Smaller
+    backend: str
 
 
 def write(folder: Path, subject: CheckJob, plan: Plan, file: ModelFile) -> None:

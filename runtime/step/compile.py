@@ -18,6 +18,8 @@ choice: it is what the plan has counted.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from torch import fx, nn
 
@@ -30,8 +32,20 @@ from autopipe.stages.node_calls import take
 from autopipe.stages.op_tape import SEGMENT
 from autopipe.stages.precision import low
 
+_backend: ContextVar[Backend] = ContextVar("backend", default="inductor")
 
-def compile_stage(module: fx.GraphModule, backend: Backend = "inductor") -> None:
+
+@contextmanager
+def compiled_by(backend: Backend) -> Iterator[None]:
+    """Within, what nobody gives a backend of torch.compile is compiled by this one."""
+    before = _backend.set(backend)
+    try:
+        yield
+    finally:
+        _backend.reset(before)
+
+
+def compile_stage(module: fx.GraphModule, backend: Backend | None = None) -> None:
     """Have the islands of a lowered stage compiled for evaluation, in place, when they first run.
 
     Sizes are integers in a stage, and so they are in its code.
@@ -45,8 +59,8 @@ def compile_stage(module: fx.GraphModule, backend: Backend = "inductor") -> None
 class Compiler:
     """Compiles the graphs of one stage; equal islands of all of them are compiled once."""
 
-    def __init__(self, backend: Backend = "inductor") -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend | None = None) -> None:
+        self._backend = _backend.get() if backend is None else backend
         self._known: dict[str, tuple[str, CompiledGraph]] = {}
 
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:

@@ -432,3 +432,14 @@ def test_a_file_that_is_all_on_a_gpu_is_planned_for_two_and_checked_here(
     said = autopipe("check", "plan.json")
     assert said.code == 0 and "the same: " in said.out, said.err
     assert torch.get_default_device().type == "cpu"
+
+
+def test_compiled_graphs_of_gpus_run_as_they_are(autopipe: Shell, tmp_path: Path) -> None:
+    """Bug: what torch writes in C++ for an LSTM under autocast does not compile, and who has no
+    compiler could check no plan for GPUs."""
+    (tmp_path / "model.py").write_text(ON_A_GPU)
+    asked = ("--cluster", "2xA100-40GB", "--pp", "2", "--compile", "--schedule", "1f1b")
+    said = autopipe("check", "model.py", *asked, "--batch", "8")
+    assert said.code == 0 and "the same: " in said.out, said.err
+    assert "compiled; 8 rows" in said.out
+    assert "the graphs that a GPU's compiler would be given run here as they are" in said.out

@@ -10,7 +10,7 @@ from autopipe.ir.blocks import find_blocks
 from autopipe.joint.joint_graph import Layout
 from autopipe.joint.split_backward import split
 from autopipe.joint.wanted import Wanted
-from autopipe.runtime.step.compile import Compiler, compile_stage
+from autopipe.runtime.step.compile import Compiler, compile_stage, compiled_by
 from autopipe.runtime.step.engine import AutogradEngine, JointEngine
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import arithmetic, computing
@@ -49,7 +49,11 @@ def stage_of(name, *, recompute=False, precision="fp32"):
 
 
 def step(name, compiler, *, halves=False, **options):
-    """The loss, gradients and buffers of one micro-batch; `compiler` None: autograd, as it is."""
+    """The loss, gradients and buffers of one micro-batch.
+
+    Args:
+        compiler: a `Compiler`, or the name of its backend; None: autograd, as it is.
+    """
     made, model, wanted = stage_of(name, **options)
     precision = options.get("precision", "fp32")
     leaves = micro_batches(traced(name), ZOO[name].inputs(2), 1)[0]
@@ -65,7 +69,9 @@ def step(name, compiler, *, halves=False, **options):
             precision,
             Wanted(halves, least=True),
         )
-        engine = JointEngine(made.module, joint, Compiler(compiler))
+        engine = JointEngine(
+            made.module, joint, compiler if isinstance(compiler, Compiler) else Compiler(compiler)
+        )
     with stream(0, 0, 0), computing(arithmetic(precision, "cpu", wanted)):
         (loss, *others) = engine.forward(0, arguments)
     with stream(0, 0, 0):
@@ -94,6 +100,20 @@ def nothing_compiled_before():
 @pytest.mark.parametrize("name", chosen(("gpt", "dict"), now=("dict",)))
 def test_inductor_computes_what_eager_does(name):
     assert_equal(step(name, "inductor"), step(name, None), 1e-5)
+
+
+def test_another_compiler_may_be_put_in_inductors_place():
+    """As `check` does it for a plan for GPUs, on a machine that has no compiler of C++."""
+    asked = []
+
+    def backend(body, arguments):
+        asked.append(body)
+        return body
+
+    with compiled_by(backend):
+        found = step("dict", Compiler())
+    assert asked
+    assert_equal(found, step("dict", None), 1e-5)
 
 
 @pytest.mark.parametrize(
