@@ -122,7 +122,7 @@ def differentiate(
     """
     _refuse_opaque(lowered.module)
     given = {n: seed for n, seed in enumerate(seeds) if seed is not None}
-    tape = Tape(place_now)
+    tape = Tape(place_now) if run is None else Tape()  # whoever runs it knows each node himself
     step = _Step(lowered, tuple(given), precision, tape, run or lowered.module)
     with fake_mode(), wide_statistics(lowered.wide), torch.enable_grad(), _uncached(), quiet():
         states = {name: _fake(state) for name, state in step.states()}
