@@ -45,10 +45,9 @@ from autopipe.util.seeding import seed as derive_seed
 class ModelFile:
     """The functions of a model file; an error in one of them names the user's line.
 
-    `called` is False if `batches` is a list or a DataLoader, not a function; `length` is its number
-    of batches, if known. `by_name` is the optimizer if it takes names with parameters. `weights` is
-    the folder to start from, if the source is one that holds them. `max_grad_norm` is what the norm
-    of all gradients together is clipped to.
+    `called` is False if `batches` is a list or a DataLoader; `length` is its number of batches, if
+    known. `by_name` is the optimizer if it takes names with parameters. `weights` is the folder to
+    start from, if the source holds them. `max_grad_norm` limits the norm of all gradients together.
     """
 
     source: str
@@ -176,7 +175,9 @@ def load(source: str) -> ModelFile:
     Raises:
         ModelError: there is no such file, it fails when it is run, or it lacks a function.
     """
-    module, factory = _module(source)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # what it draws, a frozen part of a loss, is the same on every rank
+        module, factory = _module(source)
     for required, does in ((factory, "builds the model"), ("inputs", "gives an example batch")):
         if not callable(getattr(module, required, None)):
             arguments = "batch_size" if required == "inputs" else ""
@@ -190,7 +191,6 @@ def load(source: str) -> ModelFile:
     over = getattr(module, "loss_over", ROWS)
     if over not in LOSS_OVER:
         raise ModelError(f"{source}: loss_over is {over!r}, expected one of {', '.join(LOSS_OVER)}")
-
     lengths = getattr(module, "lengths", ())
     if not isinstance(lengths, tuple | list) or not all(isinstance(n, int) for n in lengths):
         raise ModelError(f"{source}: lengths is {lengths!r}, expected numbers of tokens")

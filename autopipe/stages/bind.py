@@ -38,7 +38,7 @@ from autopipe.stages.loss_cut import apart
 from autopipe.stages.precision import PRECISIONS
 from autopipe.stages.whole_loss import WholeLoss
 from autopipe.tracing.trace import Trace
-from autopipe.util.seeding import of_hashes
+from autopipe.util.seeding import of_draws, of_hashes
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ def split_as_planned(
     """
     graph = traced.graph
     if fingerprint.fingerprint(graph) != plan.fingerprint:
-        others = "; ".join(other_versions(plan))
-        by = others and f", or with other versions ({others})"
+        by = "; ".join(other_versions(plan))
+        first = fingerprint.first_difference(graph, plan.trail)
         raise PlanError(
-            f"plan.fingerprint: the plan was made for another model or another loss{by}. First "
-            f"difference: {fingerprint.first_difference(graph, plan.trail)}",
-            hint=f"plan again with `autopipe plan`{of_hashes()}",
+            "plan.fingerprint: the plan was made for another model or another loss"
+            f"{by and f', or with other versions ({by})'}. First difference: {first}",
+            hint=f"plan again with `autopipe plan`{of_draws(first)}{of_hashes()}",
         )
     return cut_as_planned(traced, plan, tp, sharding)
 

@@ -118,19 +118,22 @@ def names_by_storage(models: Sequence[nn.Module]) -> dict[int, tuple[str, str]]:
     return found
 
 
-def kind_of(spec: InputSpec) -> str:
+def kind_of(exported: torch.export.ExportedProgram, spec: InputSpec) -> str:
     """What an input of an exported program is to the model; what a loss module owns is a constant.
 
     Raises:
-        CaptureError: it is a parameter of the loss.
+        CaptureError: it is a parameter of the loss that could be trained.
     """
     target = str(spec.target)
     own = target.startswith("model.")
     if spec.kind is InputKind.PARAMETER and not own:
+        if not exported.state_dict[target].requires_grad:  # as of a network that looks at pictures
+            return "constant"
         raise CaptureError(
             f"the loss has a parameter, {target.removeprefix('loss.')!r}, which is none of the "
             "model's, so no optimizer is given it",
-            hint="make it a parameter of the model, and let forward return it or the loss read it",
+            hint="make it a parameter of the model, and let forward return it or the loss read "
+            "it; one that is not to be trained is frozen: loss.requires_grad_(False)",
         )
     if spec.kind is InputKind.PARAMETER:
         return "parameter"
@@ -162,7 +165,7 @@ def constant_of(
             "from outside of the model, where no optimizer trains it",
             hint="make it an nn.Parameter of the model, or read it by .detach()",
         )
-    return value
+    return value.detach()  # a frozen parameter of the loss would be one of its stage
 
 
 def check_statistics(graph: Graph) -> Graph:

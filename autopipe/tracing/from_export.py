@@ -138,7 +138,7 @@ class _Converter:
                 continue
             assert spec.target is not None
             name = spec.target.removeprefix("model.")
-            kind = kind_of(spec)
+            kind = kind_of(self.exported, spec)
             if kind == "constant":
                 constant = constant_of(self.exported, spec.target, placeholder)
                 kind, name = self.lent.get(storage_key(constant)) or (

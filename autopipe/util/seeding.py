@@ -24,6 +24,14 @@ def hashes_at_random() -> bool:
     return os.environ.get(HASHES, "") in ("", "random")
 
 
+def of_draws(line: str) -> str:
+    """What a hint says besides where a line of a graph is that of a constant, with its values."""
+    name, _, rest = line.removeprefix("[").partition("] ")
+    if not rest.startswith("constant "):
+        return ""
+    return f"; if {name} is drawn at random, call torch.manual_seed(0) before in each process"
+
+
 def of_hashes() -> str:
     """What a hint says besides where a graph may be another one in each process."""
     if not hashes_at_random():

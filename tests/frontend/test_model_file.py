@@ -167,6 +167,17 @@ def test_an_edit_in_the_same_second_is_seen(folder: Path, monkeypatch: pytest.Mo
         assert model_file.load("net.py").model().out_features == out
 
 
+def test_what_it_draws_is_the_same_on_every_rank() -> None:
+    """Bug: a perceptual loss of random weights; planning had drawn before it read the file, a rank
+    had not, and its plan "was made for another model or another loss"."""
+    draws = "\nimport torch\nFEATURES = torch.randn(3)\ndef loss(o, batch):\n    return FEATURES\n"
+    first = load(SMALLEST, draws).loss
+    torch.rand(1)
+    again = load(SMALLEST, draws).loss
+    assert first is not None and again is not None
+    assert torch.equal(first(None, None), again(None, None))
+
+
 def test_a_dataclass_in_it_finds_its_module() -> None:
     more = "import dataclasses\n@dataclasses.dataclass\nclass Config:\n    width: 'int' = 3\n"
     assert load(SMALLEST, more).batch_size is None

@@ -11,6 +11,7 @@ from autopipe.frontend import batch as batches
 from autopipe.frontend.construct import fake_copy
 from autopipe.ir.fingerprint import fingerprint, first_difference, lines, trail
 from autopipe.tracing.trace import trace
+from autopipe.util.seeding import of_draws
 from tests.support.staged import trace_model
 
 
@@ -98,3 +99,6 @@ def test_the_value_of_a_constant_of_the_forward_belongs_to_the_model():
         for weights in ([1.0, 2.0], [1.0, 3.0])
     )
     assert fingerprint(first) != fingerprint(second)
+    here = first_difference(first, trail(second))
+    assert of_draws(here).startswith("; if lifted_tensor_0 is drawn at random, call torch.manual")
+    assert of_draws(lines(first)[0]) == ""

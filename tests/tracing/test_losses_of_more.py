@@ -164,3 +164,34 @@ def test_a_loss_with_a_parameter_is_refused():
 
     with pytest.raises(CaptureError, match="the loss has a parameter, 'scale', which is none of"):
         trace_model(built(Net), inputs, Learnt())
+
+
+class OfFeatures(nn.Module):
+    """As a perceptual loss has it: a network that nobody trains compares what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.sees = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+        self.eval().requires_grad_(False)
+
+    def forward(self, outputs, batch):
+        return square(self.sees(outputs), {"y": self.sees(batch["y"])})
+
+
+def test_a_loss_may_have_a_network_that_is_not_trained():
+    """Bug: refused, "the loss has a parameter, 'sees.0.weight', ... no optimizer is given it"."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        loss = OfFeatures()
+    assert unlike(built(Net), loss) == []
+    graph = trace_model(built(Net), inputs, loss).graph
+    assert graph.states["loss.sees.0.weight"].kind == "constant"
+    assert type(graph.constants["loss.sees.0.weight"]) is torch.Tensor  # no stage has it to train
+
+
+def test_a_loss_that_is_half_frozen_is_refused_by_what_is_not():
+    loss = OfFeatures()
+    loss.sees[3].bias.requires_grad_(True)
+    with pytest.raises(CaptureError, match=r"'sees\.3\.bias'") as refused:
+        trace_model(built(Net), inputs, loss)
+    assert "loss.requires_grad_(False)" in refused.value.hint
