@@ -24,6 +24,7 @@ from autopipe.errors import CaptureError
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import TorchDispatchMode, no_function_modes, storage_key, version
 from autopipe.opaque.origins import InnerGradients, Origins
+from autopipe.opaque.results import in_rows, rising
 from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
 from autopipe.opaque.sparse import bytes_of, is_sparse, owned
 from autopipe.opaque.states import ChangedStates, SetBefore, first_names, named, states_of
@@ -39,14 +40,16 @@ _NO_HOOKS = ("saved tensor hooks", "that doesn't have storage")
 class _Seen:
     """What one call has shown, in one run; `given` and `finds` as a `Region` has them.
 
-    `carrying`: of each tensor that it is given, whether a gradient may be taken by it. `made` is
-    what it returns; `left` has the tensors in attributes that others read after it; `written` has
-    the bytes of the buffers that it writes; `strided` the storages whose elements it counts.
+    `carrying`: of each tensor that it is given, whether a gradient may be taken by it. `grad`:
+    whether gradients are recorded where it is called. `made` is what it returns; `left` has the
+    tensors in attributes that others read after it; `written` has the bytes of the buffers that it
+    writes; `strided` the storages whose elements it counts.
     """
 
     given: str
     finds: str
     carrying: tuple[bool, ...]
+    grad: bool
     made: Any = None
     left: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, None] = field(default_factory=dict)
@@ -145,14 +148,15 @@ def _region(site: Site, number: int, every: Sequence[_Seen], rows: int, why: str
         tuple(sorted(written)),
         tuple(_result(site, n, every, rows) for n in range(len(one.results))),
         any(seen.random for seen in every),
-        _rising(max(seen.flops for seen in alike), twice.flops, rows),
-        _rising(max(seen.saved for seen in alike) + copies, twice.saved + copies, rows),
+        rising(max(seen.flops for seen in alike), twice.flops, rows),
+        rising(max(seen.saved for seen in alike) + copies, twice.saved + copies, rows),
         tuple(sorted(n for kept in keeps if isinstance(n := places.get(kept, kept), int))),  # type: ignore[arg-type]
         max(seen.launches for seen in every),
         all(seen.looked for seen in every),
         tuple(left),
         one.finds,
         tuple(n for n, carries in enumerate(one.carrying) if carries),
+        one.grad,
     )
 
 
@@ -165,7 +169,7 @@ def _result(site: Site, number: int, every: Sequence[_Seen], rows: int) -> Resul
         slope, rest = divmod(large - small, rows)
         if rest or slope < 0:
             raise Wider(site, "the sizes of what it gives are no line in the rows")
-        shape.append(_text(slope, small - slope * rows))
+        shape.append(in_rows(slope, small - slope * rows))
     gradient = any(tensor.requires_grad for tensor in (one, two, *others))
     return Result(tuple(shape), name_of(one.dtype), _order(one), gradient)
 
@@ -174,19 +178,6 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     dense = tensor.permute(order).is_contiguous()
     return tuple(order if dense else range(tensor.ndim))
-
-
-def _rising(small: int, large: int, rows: int) -> int | str:
-    """A line through what was counted of `rows` rows and of twice as many, rounded up."""
-    slope = max(0, -(-(large - small) // rows))
-    return _text(slope, max(0, small - slope * rows))
-
-
-def _text(slope: int, base: int) -> int | str:
-    if not slope:
-        return base
-    rows = "b" if slope == 1 else f"{slope}*b"
-    return f"{rows} + {base}" if base > 0 else f"{rows} - {-base}" if base else rows
 
 
 def _run(model: nn.Module, sites: Sequence[Site], run: Run) -> dict[tuple[Site, int], _Seen]:
@@ -236,10 +227,11 @@ class _Watching:
         positions: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
         drawn, attributes = self._generators.places(), left_in(self._model, site)
         carrying = tuple(tensor.requires_grad for tensor in given)
+        grad = torch.is_grad_enabled()
 
         def run(*, looking: bool) -> tuple[_Seen, Any]:
             states = dict.fromkeys(self._states[site])
-            seen = _Seen(told, finds, carrying, states=states, looked=looking)
+            seen = _Seen(told, finds, carrying, grad, states=states, looked=looking)
             known = [*given, *(own[name] for name in self._states[site])]
             with (
                 self.sets.inside(),

@@ -243,7 +243,8 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     put(model, region.finds)
     before = {path: {**vars(module)} for path, module in inner.items()}
     here = off_gpus() if all(tensor.device.type == "cpu" for tensor in tensors) else nullcontext()
-    with one_process() if torch.distributed.is_initialized() else nullcontext(), here:
+    recording = nullcontext() if region.grad else torch.no_grad()
+    with one_process() if torch.distributed.is_initialized() else nullcontext(), here, recording:
         made = _code(running, model, tensors)(*args, **kwargs)
     for name, own, (copied, known) in zip(region.written, written, versions, strict=True):
         now = state_of(model, name)

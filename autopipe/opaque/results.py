@@ -32,6 +32,20 @@ def at_rows(size: int | str, rows: Any) -> Any:
     return slope * rows + base if slope else base
 
 
+def rising(small: int, large: int, rows: int) -> int | str:
+    """A line through what was counted of `rows` rows and of twice as many, rounded up."""
+    slope = max(0, -(-(large - small) // rows))
+    return in_rows(slope, max(0, small - slope * rows))
+
+
+def in_rows(slope: int, base: int) -> int | str:
+    """A line in the rows, as a plan writes a size."""
+    if not slope:
+        return base
+    rows = "b" if slope == 1 else f"{slope}*b"
+    return f"{rows} + {base}" if base > 0 else f"{rows} - {-base}" if base else rows
+
+
 def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 

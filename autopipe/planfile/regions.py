@@ -68,6 +68,7 @@ class Region:
             `part.eval()`.
         carrying: the positions, among the tensors it is given, of those that a gradient may be
             taken by: of a batch's too, after `x.requires_grad_()`.
+        grad: whether gradients are recorded where it is called; not under `torch.no_grad()`.
     """
 
     module: str
@@ -88,6 +89,7 @@ class Region:
     left: tuple[str, ...] = ()
     finds: str = NOTHING
     carrying: tuple[int, ...] = ()
+    grad: bool = True
 
     @property
     def name(self) -> str:

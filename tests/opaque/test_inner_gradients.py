@@ -76,3 +76,39 @@ def test_what_a_part_is_given_requires_a_gradient_as_it_does_in_the_model():
     assert (region.method, region.carrying) == ("residual", (0,))
     assert unlike(built(ByItsInput)) == []
     assert unlike(built(ByItsInput), cuts=["tanh/0"]) == []
+
+
+class SolvedApart(Net):
+    """As deep equilibria have it: what solves for a state runs without gradients, one step with."""
+
+    def solve(self, hidden):
+        state = torch.zeros_like(hidden)
+        for rows in (hidden.sum(1) > 0).nonzero():
+            state = state.index_copy(0, rows, self.middle(hidden[rows]).tanh())
+        return state
+
+    def inside(self, hidden):
+        with torch.no_grad():
+            state = self.solve(hidden)
+        return self.middle(state + hidden)
+
+
+def test_a_call_under_no_grad_that_runs_as_it_is_records_no_gradients():
+    """Bug: it was called outside of no_grad, and refused as it ran: "solve(), which runs as it is,
+    gives a tensor with a gradient in this micro-batch, and had none when it was planned"."""
+    assert unlike(built(SolvedApart)) == []
+    regions = trace_model(built(SolvedApart), inputs, square).graph.regions.values()
+    assert [(one.region.name, one.region.grad) for one in regions] == [("solve()", False)]
+
+
+class StepsDown(SolvedApart):
+    """And a method under no_grad that takes a gradient by what it was given, as adversaries do."""
+
+    def solve(self, hidden):
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self.middle(hidden).tanh().sum(), hidden)
+        return hidden - 0.5 * slope
+
+
+def test_a_call_under_no_grad_may_take_a_gradient_by_what_it_is_given():
+    assert unlike(built(StepsDown)) == []
