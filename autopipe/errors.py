@@ -90,6 +90,10 @@ class OtherBranch(Uncaptured):
     """Other rows of the user's take another branch of the model than the ones it is traced with."""
 
 
+class DrawnBranch(Uncaptured):
+    """Random numbers of torch's decide which branch Python takes."""
+
+
 class RowsFixed(Uncaptured):
     """A trace holds for some numbers of rows alone."""
 

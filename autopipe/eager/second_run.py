@@ -14,7 +14,8 @@ from __future__ import annotations
 import marshal
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.assigned_buffers import buffers_of
-from autopipe.errors import CaptureError
+from autopipe.errors import CaptureError, DrawnBranch, OtherBranch, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes, version
@@ -139,22 +140,79 @@ def other_reads(first: Sequence[Read], again: Callable[[], Sequence[Read]]) -> C
     """Why a model is refused whose Python reads other values in a second call on the same rows.
 
     Args:
-        again: the reads of a second call.
+        again: the reads of a second call, with the random numbers of the first.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        second = again()
-    for one, other in zip(first, second, strict=False):
+    for one, other in zip(first, again(), strict=False):
         if one.checked and repr(one) != repr(other):  # where nan is nan
             return CaptureError(
                 f"{one.place}: Python reads {one.value!r} from a tensor in a first call of the "
                 f"model and {other.value!r} in a second one, on the same rows; a graph has one of "
                 "the two for good",
-                hint="compute with the tensor: torch.clamp(self.step / 10, max=1), or "
-                "torch.where(torch.rand(()) < 0.5, self.layer(x), x); what a first call is to "
-                "initialise, call the model once for in model()",
+                hint="compute with the tensor: torch.clamp(self.step / 10, max=1); what a first "
+                "call is to initialise, call the model once for in model()",
             )
     return None
+
+
+Unexpected = Callable[[Read | None, Read], Uncaptured]
+"""Makes the error of a read that is another one than it was to be; None: there was to be none."""
+
+
+def of_other_rows(first: Read | None, other: Read) -> Uncaptured:
+    """Other rows have another read than the first ones; None: these have none there."""
+    value = "nothing" if first is None else repr(first.value)
+    return OtherBranch(
+        f"{other.place}: Python reads {value} from a tensor here of the first two rows, and "
+        f"{other.value!r} of the next two",
+        hint="make the branch part of the computation (torch.where)",
+        lines=True,
+    )
+
+
+def of_other_draws(first: Read | None, other: Read) -> Uncaptured:
+    """Other random numbers give another read than the first ones."""
+    value = "nothing" if first is None else repr(first.value)
+    return DrawnBranch(
+        f"{other.place}: Python reads {value} from a tensor here with some random numbers, and "
+        f"{other.value!r} with others, on the same rows; a graph has one of the two for good",
+        hint="compute with the tensor: torch.where(torch.rand(()) < 0.5, self.layer(x), x)",
+        lines=True,
+    )
+
+
+@contextmanager
+def other_draws(share: float | None) -> Iterator[None]:
+    """Within, torch draws other numbers; what it draws alone lies at a share of what it may be.
+
+    `if torch.rand(()) < 0.01:` goes one way for a hundred seeds.
+    """
+    with torch.random.fork_rng(devices=[]), nullcontext() if share is None else _Drawn(share):
+        torch.manual_seed(1)
+        yield
+
+
+DRAWS = None, 0.0, 1 - 2**-24
+"""What `other_draws` takes: other numbers, and the least and the most that can be drawn."""
+
+
+class _Drawn(TorchFunctionMode):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._share = share
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if func not in _DRAWING or made.numel() != 1:
+            return made
+        if func is torch.bernoulli:
+            return (self._share < args[0]).to(made.dtype).view_as(made)
+        ends = [arg for arg in (*args, *map(kwargs.get, ("low", "high"))) if isinstance(arg, int)]
+        low, high = (ends if len(ends) > 1 else [0, *ends]) if func is torch.randint else (0, 1)
+        return made.fill_(low + self._share * (high - low))  # integers round down
+
+
+_DRAWING = torch.rand, torch.rand_like, torch.randint, torch.bernoulli
 
 
 class Noted(TorchFunctionMode):

@@ -78,13 +78,15 @@ class Runs:
     """Runs of a model on few rows, each within `around`, which gives the function to call.
 
     Attributes:
-        rows: of `first` and of the `others`; `twice` is on twice as many.
+        rows: of all but `twice`, which is on twice as many.
+        drawn: as `first`, with other random numbers, for calls that draw some.
     """
 
     rows: int
     first: Run
     twice: Run
     others: Sequence[Run]
+    drawn: Sequence[Run] = ()
 
 
 Run = AbstractContextManager[Callable[[], object]]
@@ -115,7 +117,8 @@ def measured(
     except Fails as failed:
         raised = type(failed.error).__name__
         raise Wider(failed.site, f"it raises {raised} on {2 * runs.rows} rows") from failed
-    for run in runs.others:
+    draws = any(seen.random for seen in found[0].values())
+    for run in (*runs.others, *(runs.drawn if draws else ())):
         with suppress(Fails):  # for its values
             found.append(_run(model, sites, run))
     for seen in found[1:]:

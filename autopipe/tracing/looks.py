@@ -23,7 +23,7 @@ from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.compared_runs import compared_runs
 from autopipe.eager.draws import Generators
 from autopipe.eager.kept import caches_put_back, restoring
-from autopipe.errors import AutopipeError, CaptureError, ModelError, OtherBranch
+from autopipe.errors import AutopipeError, CaptureError, DrawnBranch, ModelError, OtherBranch
 from autopipe.frontend import refusals, user_lines
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
@@ -149,9 +149,23 @@ class _Look:
         drawn.check(before, again)
         other = second_run.other_reads(found, again) if changed and found else None
         self.program.otherwise = other  # of this look alone: the one before had other regions
+        if changed and other is None and any(read.checked for read in found):
+            self._hold_draws(found, taint)
         if self.others is not None and any(read.checked for read in found):
             self._hold_others(found, self.others(), within, taint)
         return found
+
+    def _hold_draws(self, found: Sequence[Read], taint: Taint) -> None:
+        """Refuse reads that other random numbers make others."""
+        for most in second_run.DRAWS:
+            held = partial(record, expected=found, unlike=second_run.of_other_draws, taint=taint)
+            try:
+                with second_run.other_draws(most):
+                    held(self.run, self.run, numbers=self.numbers)
+            except (DrawnBranch, ReadsParameter):
+                raise
+            except Exception:  # a user's model may have no way for the ends of what is drawn
+                continue
 
     def _hold_others(
         self, found: Sequence[Read], others: Sequence[Tensor], within: Within, taint: Taint

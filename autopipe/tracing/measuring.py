@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -65,7 +65,8 @@ class Measuring:
             self._run(eager, leaves)
             for leaves in (self.leaves, self._joined([self.leaves] * 2), *ends, negated)
         )
-        runs = Runs(rows, first, twice, others)
+        drawn = [self._run(eager, self.leaves, most) for most in second_run.DRAWS]
+        runs = Runs(rows, first, twice, others, drawn)
         with (
             restoring(model),
             caches_put_back(*eager.parts),
@@ -98,8 +99,14 @@ class Measuring:
         return found
 
     @contextmanager
-    def _run(self, eager: Program, leaves: Mapping[str, Any]) -> Iterator[Callable[[], object]]:
-        with restoring(*eager.parts), torch.random.fork_rng(devices=[]):
+    def _run(
+        self, eager: Program, leaves: Mapping[str, Any], *draws: float | None
+    ) -> Iterator[Callable[[], object]]:
+        with ExitStack() as until:
+            until.enter_context(restoring(*eager.parts))
+            until.enter_context(torch.random.fork_rng(devices=[]))
+            for most in draws:
+                until.enter_context(second_run.other_draws(most))
             yield partial(self._once, eager, leaves)
 
     def _once(self, eager: Program, leaves: Mapping[str, Any]) -> Any:

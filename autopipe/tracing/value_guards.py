@@ -28,7 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.eager import logged_reads
 from autopipe.eager.logged_reads import Number, used
-from autopipe.errors import AutopipeError, CaptureError, ModelError, OtherBranch
+from autopipe.eager.second_run import Unexpected, of_other_rows
+from autopipe.errors import AutopipeError, CaptureError, ModelError, Uncaptured
 from autopipe.frontend import refusals, user_lines
 from autopipe.ir.tensors import of_unknown_size, tensors_in
 from autopipe.ir.torch_private import (
@@ -144,10 +145,12 @@ class _Recording(TorchFunctionMode):
         numbers: bool,
         expected: Sequence[Read] | None = None,
         shown: Callable[[Number], Number] = logged_reads.itself,
+        unlike: Unexpected = of_other_rows,
     ) -> None:
         super().__init__()
         self.reads: list[Read] = []
-        self._expected, self._shown = expected, shown
+        self.refused: Uncaptured | None = None
+        self._expected, self._shown, self._unlike = expected, shown, unlike
         self._tainted = tainted
         self._numbers = numbers
 
@@ -197,13 +200,8 @@ class _Recording(TorchFunctionMode):
         read = self.reads[index]
         known = self._expected[index] if index < len(self._expected) else None
         if known is None or repr((known.kind, known.value)) != repr((read.kind, read.value)):
-            first = "nothing" if known is None else repr(known.value)
-            raise OtherBranch(
-                f"{read.place}: Python reads {first} from a tensor here of the first two rows, and "
-                f"{read.value!r} of the next two",
-                hint="make the branch part of the computation (torch.where)",
-                lines=True,
-            )
+            self.refused = self._unlike(known, read)
+            raise self.refused
 
 
 class Taint(TorchDispatchMode):
@@ -241,6 +239,7 @@ def record(
     *,
     numbers: bool = False,
     expected: Sequence[Read] | None = None,
+    unlike: Unexpected = of_other_rows,
     taint: Taint | None = None,
 ) -> tuple[Read, ...]:
     """Record the reads of one run of the model, in order; the global random state is restored.
@@ -249,16 +248,17 @@ def record(
         again: runs the model a second time, if some numbers were read but never used.
         numbers: whether to treat all numbers that are read as used.
         expected: the reads of another run, which these are to be equal to.
+        unlike: makes the error, of the read that was expected and the other one.
         taint: of an earlier run, whose writes into buffers are still there.
 
     Raises:
-        OtherBranch: they are not; raised in the model's own code.
+        Uncaptured: they are not, as `unlike` says; raised in the model's own code.
         NeedsNumbers: the model fails on placeholders for numbers; pass `numbers=True`.
         ReadsParameter: a read depends on a parameter, and the parameters are fake.
         CaptureError: a custom autograd.Function cannot be one op (`opaque.custom_functions`).
     """
     taint = taint or Taint()
-    recording = _Recording(taint, numbers, expected)
+    recording = _Recording(taint, numbers, expected, unlike=unlike)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), as_ops():
         try:
             with lists_as_one_read(), taint, recording:
@@ -278,6 +278,8 @@ def record(
         except DataDependentOutputException as error:
             raise ReadsParameter(user_lines.of_error(error)) from error
         except Exception as error:  # whatever the model's own code raises
+            if recording.refused is not None:  # torch's kernels drop what __index__ raises
+                raise recording.refused from error
             if not numbers and any(read.kind in ("item", "__format__") for read in recording.reads):
                 raise NeedsNumbers from error
             raise

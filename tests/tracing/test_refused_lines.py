@@ -129,14 +129,6 @@ class CountsAndReads(Net):
         return self.middle(hidden) * min(1.0, self.step.item() / 10)  # here
 
 
-class DrawsAndReads(Net):
-    """As LayerDrop does."""
-
-    def inside(self, hidden):
-        drawn = torch.rand(1).item()  # here
-        return self.middle(hidden) if drawn > 0.3 else hidden
-
-
 class InitialisesItself(Net):
     """As an ActNorm does."""
 
@@ -162,7 +154,6 @@ class ReplacedFrozen(Net):
 
 REFUSED = {
     CountsAndReads: "Python reads 1 from a tensor in a first call of the model and 2 in a second",
-    DrawsAndReads: "Python reads 0.",
     InitialisesItself: "Python reads 0 from a tensor in a first call of the model and 1 in a",
     ReplacedFrozen: "forward sets the .data of a parameter of (8, 8) torch.float32 to a tensor",
     HookEachTime: "forward sets a hook on a parameter, one more in every micro-batch",
