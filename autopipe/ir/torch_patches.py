@@ -265,16 +265,16 @@ def _is_torchs(frame: FrameType) -> bool:
 
 @contextmanager
 def not_compiling() -> Iterator[None]:
-    """Within, code that is not torch's own is told that it is neither compiled nor exported.
+    """Within, code not torch's own is told that it is neither compiled nor exported, as in eager.
 
-    A trace is to have the branches that eager execution takes; torch's own code must know better.
+    What torch.compile wraps runs as it was: fullgraph=True raises where modes look at what it does.
     """
 
     def asked(question: Callable[[], bool]) -> bool:
         caller = sys._getframe(3)  # behind `_asking` and `_asked_instead`
         return _is_torchs(caller) and bool(own_of(question)())
 
-    with ExitStack() as until:
+    with ExitStack() as until, torch.compiler.set_stance("force_eager"):
         for question in (torch.compiler.is_compiling, torch.compiler.is_exporting):
             until.enter_context(replacing(question, partial(asked, question)))
         yield

@@ -244,7 +244,9 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     before = {path: {**vars(module)} for path, module in inner.items()}
     here = off_gpus() if all(tensor.device.type == "cpu" for tensor in tensors) else nullcontext()
     recording = nullcontext() if region.grad else torch.no_grad()
-    with one_process() if torch.distributed.is_initialized() else nullcontext(), here, recording:
+    alone = one_process() if torch.distributed.is_initialized() else nullcontext()
+    # A compiler would look at the tensors that are lent, which are no leaves, and at their sizes.
+    with alone, here, recording, torch.compiler.set_stance("force_eager"):
         made = _code(running, model, tensors)(*args, **kwargs)
     for name, own, (copied, known) in zip(region.written, written, versions, strict=True):
         now = state_of(model, name)

@@ -123,7 +123,7 @@ class Program(nn.Module):
         batch = batches.rebuild(self.batch, leaves)
         args, kwargs = batches.bind(self.model, batch, self.loss)
         if self._eager:
-            with one_process(), with_loss(self.model, self.loss):
+            with one_process(), with_loss(self.model, self.loss), not_compiling():
                 return self._results(batch, args, kwargs)
         with (
             with_loss(self.model, self.loss),

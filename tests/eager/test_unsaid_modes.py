@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.errors import CaptureError
-from tests.support.odd_models import Net, built, inputs, square, unlike
+from tests.support.odd_models import Net, built, inputs, planned, square, unlike
 from tests.support.staged import trace_model
 
 
@@ -61,6 +61,32 @@ class Density(Net):
 def test_a_trace_has_the_branches_of_eager(kind):
     """Bugs: it had those for compilers, which need not compute the same; then lacked a read."""
     assert unlike(built(kind)) == []
+
+
+class CompiledWhole(Net):
+    """Layers that torch.compile wraps as one graph each, and a function that it decorates."""
+
+    def begin(self):
+        self.middle = torch.compile(self.middle, backend="eager", fullgraph=True)
+        self.gate = torch.compile(lambda h: h * h.sigmoid(), backend="eager", fullgraph=True)
+
+    def inside(self, hidden):
+        return self.gate(self.middle(hidden))
+
+
+class CompiledInAPart(CompiledWhole):
+    def inside(self, hidden):
+        rows = (hidden.sum(1) > 0).nonzero().flatten()
+        return hidden.index_copy(0, rows, self.middle(hidden[rows])) + self.gate(hidden)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that dynamo asks for
+@pytest.mark.parametrize("kind", [CompiledWhole, CompiledInAPart])
+def test_what_must_be_compiled_as_a_whole_is_traced_as_it_was(kind):
+    """Bug: "the model raises RuntimeError: torch.compile with fullgraph=True found no compiled
+    frames ... does model(**inputs(2)) go well by itself?" It does."""
+    assert unlike(built(kind)) == []
+    assert planned(built(kind)).stages
 
 
 class Halving(TorchDispatchMode):
