@@ -258,7 +258,7 @@ class Noted(TorchFunctionMode):
         """The values of a small tensor that no call before has made; parameters keep theirs."""
         if isinstance(tensor, nn.Parameter) or is_fake(tensor):
             return None
-        if is_transformed(tensor) or tensor.numel() > SMALL:
+        if is_transformed(tensor) or tensor.is_nested or tensor.numel() > SMALL:
             return None
         made = self._made.get(id(tensor))
         if made is not None and made() is tensor:

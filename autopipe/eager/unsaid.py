@@ -172,6 +172,7 @@ def _check_dense(tree: Any) -> None:
             f"{str(sparse).removeprefix('torch.')}, and a graph has dense tensors alone",
             hint="keep its indices and values, and write the product out: "
             "out.index_add(0, rows, values[:, None] * x[columns])",
+            lines=True,
         )
 
 

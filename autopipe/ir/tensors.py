@@ -27,6 +27,23 @@ EMULATED: ContextVar[torch.dtype | None] = ContextVar("emulated", default=None)
 """The 16 bits of an autocast of GPUs that is emulated on a CPU (`rewriting.gpu_autocast`)."""
 
 
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's storage, or of the tensors that a sparse or nested one is made of."""
+    if tensor.layout == torch.strided:
+        return tensor.untyped_storage().nbytes()
+    with torch.no_grad():
+        if tensor.layout == torch.sparse_coo:
+            tensor = tensor.coalesce()
+            parts: tuple[torch.Tensor, ...] = (tensor.indices(), tensor.values())
+        elif tensor.is_nested:
+            parts = (tensor.offsets(), tensor.values())  # type: ignore[attr-defined]
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        else:
+            parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+        return sum(part.nbytes for part in parts)
+
+
 def autocast_dtype() -> torch.dtype | None:
     """What an op of fake tensors on a CPU computes in by autocast; None: there is none."""
     on_cpu = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None

@@ -21,12 +21,12 @@ from torch.utils.flop_counter import flop_registry
 from autopipe.eager.draws import Generators
 from autopipe.eager.unsaid import RefusedEffects
 from autopipe.errors import CaptureError
-from autopipe.ir.tensors import tensors_in
+from autopipe.ir.tensors import bytes_of, tensors_in
 from autopipe.ir.torch_private import TorchDispatchMode, no_function_modes, storage_key, version
 from autopipe.opaque.origins import InnerGradients, Origins
 from autopipe.opaque.results import in_rows, rising
 from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
-from autopipe.opaque.sparse import bytes_of, is_sparse, owned
+from autopipe.opaque.sparse import is_sparse, owned
 from autopipe.opaque.states import ChangedStates, SetBefore, first_names, named, states_of
 from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, returned, to_text, whole_of
 from autopipe.planfile.regions import WHOLE, Region, Result

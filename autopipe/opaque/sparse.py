@@ -1,4 +1,4 @@
-"""Sparse tensors, which live within calls that run as they are: no trace and no stage has any.
+"""Sparse and nested tensors, which live in calls that run as they are: no trace or stage has any.
 
 self.adjacency              a buffer that is in no checkpoint, or an attribute: not split, each
                             rank that computes with it has it whole
@@ -14,7 +14,7 @@ from autopipe.ir.torch_private import lend
 
 
 def is_sparse(tensor: Tensor) -> bool:
-    """Whether a tensor is of any of torch's sparse layouts."""
+    """Whether a tensor is of any of torch's sparse layouts, or a nested one."""
     return tensor.layout != torch.strided
 
 
@@ -34,18 +34,3 @@ def to_device(model: nn.Module, device: torch.device) -> None:
         for name, buffer in [*module.named_buffers(recurse=False)]:
             if is_sparse(buffer) and buffer.device != device:
                 lend(module, name, buffer.to(device))
-
-
-def bytes_of(tensor: Tensor) -> int:
-    """Bytes of a tensor's storage, or of the tensors that a sparse one is made of."""
-    if not is_sparse(tensor):
-        return tensor.untyped_storage().nbytes()
-    with torch.no_grad():
-        if tensor.layout == torch.sparse_coo:
-            tensor = tensor.coalesce()
-            parts: tuple[Tensor, ...] = (tensor.indices(), tensor.values())
-        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-        else:
-            parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-        return sum(part.nbytes for part in parts)

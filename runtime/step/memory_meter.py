@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.frontend.refusals import as_saved
+from autopipe.ir.tensors import bytes_of
 from autopipe.ir.torch_private import storage_key, version, viewed
 
 
@@ -71,7 +72,7 @@ class _Counted:
         self._meter = meter
         self._stage = stage
         self._key = storage_key(tensor)
-        self._bytes = tensor.untyped_storage().nbytes()
+        self._bytes = bytes_of(tensor)
         meter._keep(stage, self._key, self._bytes)
 
     def __del__(self) -> None:

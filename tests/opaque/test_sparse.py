@@ -7,6 +7,7 @@ from torch import nn
 import autopipe
 from autopipe.errors import ModelError
 from autopipe.ir.graph import REGION_OP
+from autopipe.ir.tensors import bytes_of
 from autopipe.opaque import sparse
 from autopipe.opaque.trees import Own, from_text, parts_of, to_text, whole_of
 from tests.support.inprocess import machine
@@ -116,7 +117,7 @@ def test_a_sparse_tensor_is_told_by_its_name_in_the_model():
 def test_bytes_of_a_sparse_tensor_worked_by_hand(layout):
     """Eight values of 4 bytes; coordinates 2 x 8 of 8 bytes, or 9 bounds and 8 places."""
     tensor = ring() if layout == "coo" else getattr(ring(), f"to_sparse_{layout}")()
-    assert sparse.bytes_of(tensor) == 8 * 4 + (2 * 8 if layout == "coo" else 9 + 8) * 8
+    assert bytes_of(tensor) == 8 * 4 + (2 * 8 if layout == "coo" else 9 + 8) * 8
 
 
 class Saved(Net):
@@ -153,10 +154,28 @@ class Handed(Net):
         return self.down(self.conv(self.up(x), torch.eye(8).to_sparse()))
 
 
-def test_a_sparse_tensor_that_the_models_own_forward_makes_is_refused_with_its_line():
-    with pytest.raises(ModelError) as error:
-        planned(built(Handed))
-    line = Handed.forward.__code__.co_firstlineno + 1
-    assert f"test_sparse.py:{line}: forward computes with a tensor of layout sparse_coo" in str(
-        error.value
-    )
+def test_lines_of_the_models_own_forward_that_make_a_sparse_tensor_run_as_they_are():
+    """They were refused, with the hint to move them to a method."""
+    (region,) = trace_model(built(Handed), inputs, square).regions
+    assert region.method.startswith("forward_line")
+    assert unlike(built(Handed)) == []
+
+
+class Jagged(Net):
+    """Rows of unequal length as one nested tensor, in a method's own lines."""
+
+    def inside(self, hidden):
+        lengths = 1 + (hidden.sum(1) > 0).long() * 3
+        picked = hidden.view(len(hidden), 4, 2)[torch.arange(4) < lengths[:, None]]
+        ends = nn.functional.pad(lengths.cumsum(0), (1, 0))
+        nested = torch.nested.nested_tensor_from_jagged(picked.repeat(1, 4), ends)
+        made = self.middle(nested).relu()
+        return made.to_padded_tensor(0.0, (len(hidden), 4, 8)).sum(1)
+
+
+def test_nested_tensors_live_within_lines_that_run_as_they_are():
+    """Bug: "the model raises RuntimeError: to_dense does not support layout Jagged ... does
+    model(**inputs(2)) go well by itself?" It does: planning had looked at the tensor."""
+    (region,) = trace_model(built(Jagged), inputs, square).regions
+    assert region.method.startswith("inside")
+    assert unlike(built(Jagged)) == []

@@ -46,6 +46,17 @@ def test_what_is_written_over_is_told_as_without_a_meter() -> None:
         result.backward()
 
 
+def test_a_sparse_tensor_that_is_kept_counts_its_parts() -> None:
+    """Bug: a rank died in its first step of "Cannot access storage of SparseTensorImpl"."""
+    meter, x = Meter(), torch.ones(4, 2, requires_grad=True)
+    graph = torch.eye(4).to_sparse()
+    with meter.keeping(0, [x]):
+        result = torch.sparse.mm(graph, x).sum()
+    assert meter.now[0, "activations"] == 4 * FLOAT + 2 * 4 * 8  # values, and two indices each
+    result.backward()
+    assert torch.equal(x.grad, torch.ones(4, 2))
+
+
 def test_owned_storages_are_somebody_elses() -> None:
     """A parameter, a received tensor, a row of the batch: and a view of one is it too."""
     meter, weight, x = Meter(), torch.ones(4, 4, requires_grad=True), torch.ones(8, 4)
