@@ -38,12 +38,14 @@ class Measuring:
         program: the one that is traced.
         leaves, specs: an example batch of a few rows, and its description.
         real: builds the model with its weights.
+        others: makes the tensors of other rows, as many, whose sizes are to be the same.
     """
 
     program: Program
     leaves: Mapping[str, Any]
     specs: Sequence[InputSpec]
     real: Callable[[], nn.Module]
+    others: Callable[[], Sequence[Tensor]] | None = None
 
     def measure(self, sites: Sequence[Site], why: Mapping[Site, str]) -> tuple[Region, ...]:
         """The regions of all calls of the sites, as `opaque.measure.measured`.
@@ -61,9 +63,10 @@ class Measuring:
             for n in (0, rows - 1)
         ]
         negated = {path: _negated(leaf) for path, leaf in self.leaves.items()}
+        more = [] if self.others is None else [self._with(self.others())]
         first, twice, *others = (
             self._run(eager, leaves)
-            for leaves in (self.leaves, self._joined([self.leaves] * 2), *ends, negated)
+            for leaves in (self.leaves, self._joined([self.leaves] * 2), *more, *ends, negated)
         )
         drawn = [self._run(eager, self.leaves, most) for most in second_run.DRAWS]
         runs = Runs(rows, first, twice, others, drawn)
@@ -97,6 +100,11 @@ class Measuring:
             if spec.batch_dim is not None:
                 found[spec.path] = torch.cat([part[spec.path] for part in parts], spec.batch_dim)
         return found
+
+    def _with(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """The batch with other tensors."""
+        paths = [spec.path for spec in self.specs if spec.dtype != "python"]
+        return {**self.leaves, **dict(zip(paths, tensors, strict=True))}
 
     @contextmanager
     def _run(

@@ -217,7 +217,7 @@ class _Tracing:
         tokens = any(str(SEQUENCE) in spec.shape for spec in self.specs)
         if real is None or self.regions or tokens:  # a region is a line in the rows alone
             return with_these(self.regions)
-        measuring = Measuring(program, self.leaves, self.specs, real)
+        measuring = Measuring(program, self.leaves, self.specs, real, self.others)
         found = with_regions(program.model, lambda: program.twins, with_these, measuring.measure)
         if program.asked_for_others:
             self.say(

@@ -1,12 +1,14 @@
 """What no trace can look into runs as it is, in as small a call as can be, and is one op."""
 
 import copy
+import itertools
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
+import autopipe
 from autopipe.errors import ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.construct import fake_copy
@@ -17,6 +19,7 @@ from autopipe.ir.op_costs import costs
 from autopipe.stages.dry_run import rehearse
 from autopipe.stages.saved_storages import SavedStorages
 from autopipe.tracing.trace import trace
+from tests.support.inprocess import machine
 from tests.support.odd_models import (
     Net,
     built,
@@ -435,6 +438,35 @@ def test_random_numbers_follow_the_seeds_of_the_run():
     same = {key: tensor[:2].repeat(2, 1) for key, tensor in inputs(2).items()}
     losses = staged_step(model, traced, same, (), 2, seeded=True).losses
     assert not torch.equal(*losses)
+
+
+def counted(rows):
+    """Batches whose first two rows count four entries each, and the next two fewer."""
+    counts = torch.tensor([4, 4, 3, 1, 2, 4, 1, 3]).repeat(8)[:rows]
+    return {**inputs(rows), "counts": counts}
+
+
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x, counts):
+        hidden = self.up(x).relu()
+        picked = hidden[torch.arange(8) < counts[:, None]]
+        ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        means = [picked[a:b].mean() for a, b in itertools.pairwise(ends.tolist())]
+        return self.down(hidden * torch.stack(means)[:, None])
+
+
+def test_sizes_that_the_first_two_rows_have_alike_are_held_to_the_next_two():
+    """Bug: the line that picks was a part by itself, as it gives eight entries for the rows that
+    were looked at; a run ended at the first micro-batch of others."""
+    plan = autopipe.plan(
+        built(Bags), counted, loss=square, cluster=machine(2), batch_size=8, loss_over="micro-batch"
+    )
+    (region,) = plan.regions
+    assert [result.shape for result in region.results] in ([("b", 4)], [("b",)], [("b", 8)])
 
 
 class Sizes(Net):
