@@ -69,6 +69,8 @@ def of_its_own(
         hint = f"the batch has the entries {entries}"
     else:
         hint = f"does {call} go well by itself?"
+        if isinstance(error, TypeError) and "unexpected keyword" in str(error):
+            hint += f" A forward that takes **kwargs is given all entries of the batch: {entries}"
         if low:
             hint += (
                 f" Parameters and activations are of {low} here, and buffers as they were built: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -59,16 +60,16 @@ def as_measured(region: Region, made: Any, tensors: Sequence[Tensor], rows: int)
     found = distinct_tensors(made)
     if any(map(is_fake, found)):  # the copy of the model whose code runs has no weights of its own
         raise ModelError(
-            f"{region.name}, which runs as it is, reads parameters in this micro-batch that it has "
-            "not read when it was planned",
+            f"{_told(region)} reads parameters in this micro-batch that it has not read when it "
+            "was planned",
             hint="choose among modules in the forward of a module that has all of them",
         )
     shapes = [tuple(at_rows(size, rows) for size in result.shape) for result in region.results]
     told = to_text(parts_of(made, found))
     if told != region.gives or [tuple(tensor.shape) for tensor in found] != shapes:
         raise ModelError(
-            f"{region.name}, which runs as it is, gives {_shown(found)} in this micro-batch, and "
-            f"{shapes} when it was planned: what follows expects these",
+            f"{_told(region)} gives {_shown(found)} in this micro-batch, and {shapes} when it was "
+            "planned: what follows expects these",
             hint="give tensors whose sizes do not depend on values, padded for example",
         )
     taken = {storage_key(tensor) for tensor in tensors}
@@ -90,8 +91,8 @@ def _fitting(
         tensor = dense.contiguous().permute(inverse(result.order))
     if tensor.requires_grad and not result.gradient:
         raise ModelError(
-            f"{region.name}, which runs as it is, gives a tensor with a gradient in this "
-            "micro-batch, and had none when it was planned",
+            f"{_told(region)} gives a tensor with a gradient in this micro-batch, and had none "
+            "when it was planned",
             hint="detach it in all cases, or in none",
         )
     carrying = [given for given in tensors if given.requires_grad]
@@ -111,6 +112,12 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return (None,) * (1 + ctx.others)
+
+
+def _told(region: Region) -> str:
+    """A region in an error, behind the user's line for which it runs as it is, if there is one."""
+    place = re.match(r".+?\.py:\d+", region.why)
+    return f"{f'{place.group()}: ' if place else ''}{region.name}, which runs as it is,"
 
 
 def _shown(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:

@@ -485,7 +485,9 @@ def test_a_result_of_another_size_than_planned_is_an_error_of_that_micro_batch()
     traced = trace_model(model, inputs, square)
     (module,) = lowered(traced, model, (), 5)
     leaves = inputs(5)
-    with pytest.raises(ModelError, match=r"odd\(\), which runs as it is, gives .*when it was pl"):
+    line = Sizes.odd.__code__.co_firstlineno + 1
+    said = rf"test_regions\.py:{line}: odd\(\), which runs as it is, gives .*when it was pl"
+    with pytest.raises(ModelError, match=said):
         module.module(*(leaves[path] for path in split(traced, ())[0].inputs))
 
 

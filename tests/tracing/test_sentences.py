@@ -181,3 +181,23 @@ class InLowPrecision(Net):
 def test_an_island_in_16_bits_is_compared_as_one():
     """Bug: held to 1e-4, its gradients were "other ones by its graph"."""
     planned(built(InLowPrecision))
+
+
+class Wrapped(nn.Module):
+    """Hands on whatever it is given, as wrappers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, **kwargs):
+        return self.net(**kwargs)
+
+
+def test_a_wrapper_that_takes_any_keyword_is_told_that_it_is_given_the_labels_too():
+    """Bug: "Net.forward() got an unexpected keyword argument 'y'" alone, of what is the loss's."""
+    with pytest.raises(CaptureError, match="unexpected keyword argument 'y'") as refused:
+        planned(built(Wrapped))
+    assert refused.value.hint.endswith(
+        "A forward that takes **kwargs is given all entries of the batch: x, y"
+    )
