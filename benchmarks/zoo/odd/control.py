@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo.odd.common import Net, odd, sequences, square, vectors
+from benchmarks.zoo.odd.common import CLASSES, Net, odd, pictures, sequences, square, vectors
 
 
 @odd()
@@ -357,3 +357,75 @@ class LoopByValue(Net):
         for _ in range(int(hidden.sum().item()) % 3 + 1):
             hidden = self.first(hidden).tanh()
         return self.down(self.second(hidden).tanh())
+
+
+class _Dropped(nn.Module):
+    """A block that a random number leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., 16] -> the same."""
+        if self.training and torch.rand(1).item() < 0.5:
+            return hidden
+        return hidden + self.layer(hidden).tanh()
+
+
+@odd()
+class StochasticDepth(Net):
+    """Stochastic depth, as it is written where nobody thinks of graphs."""
+
+    def begin(self) -> None:
+        self.blocks = nn.Sequential(*(_Dropped() for _ in range(4)))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.blocks(hidden)
+
+
+@odd()
+class LayersLeftOut(Net):
+    """LayerDrop: the loop over the layers goes on to the next one."""
+
+    def begin(self) -> None:
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            drawn = torch.rand([])
+            if self.training and drawn < 0.4:
+                continue
+            hidden = hidden + layer(hidden).tanh()
+        return hidden
+
+
+@odd(sequences)
+class ScheduledSampling(Net):
+    """A decoder that is fed what it should have said, or what it has said, by a drawn number."""
+
+    def begin(self) -> None:
+        self.cell = nn.GRUCell(16, 16)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        state, found = torch.zeros_like(hidden[:, 0]), [hidden[:, 0]]
+        for k in range(hidden.shape[1]):
+            told = hidden[:, k] if torch.rand(1).item() < 0.5 else found[-1]
+            state = self.cell(told, state)
+            found.append(state)
+        return torch.stack(found[1:], 1)
+
+
+@odd(pictures)
+class CropsAtRandom(nn.Module):
+    """A window at a place that is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 8, 3), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, CLASSES]"""
+        row, column = (int(torch.randint(0, 5, ())) for _ in range(2))
+        x = x[:, :, row : row + 12, column : column + 12]
+        return self.out(self.conv(x).relu().mean((2, 3)))

@@ -393,3 +393,15 @@ class DistributionOutput(Net):
     def forward(self, x: Tensor) -> Any:
         mean = super().forward(x)
         return torch.distributions.Normal(mean, self.spread.exp().expand_as(mean))
+
+
+@odd()
+class CompiledWhole(Net):
+    """A layer that torch.compile is to take whole, and a function that it decorates."""
+
+    def begin(self) -> None:
+        self.second = torch.compile(self.second, backend="eager", fullgraph=True)
+        self.gate = torch.compile(lambda h: h * h.sigmoid(), backend="eager", fullgraph=True)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.gate(hidden)

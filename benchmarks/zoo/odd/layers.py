@@ -387,3 +387,37 @@ class Transposed(nn.Module):
         hidden, places = self.pool(self.down(x))
         hidden = self.unpool(hidden.tanh(), places)
         return self.out(self.shuffle(self.up(hidden))).mean((2, 3))
+
+
+@odd(sequences_and_lengths, square)
+class Jagged(nn.Module):
+    """Rows of unequal length as one nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """x [b, LENGTH, WIDTH] -> the same."""
+        there = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        ends = nn.functional.pad(lengths.cumsum(0), (1, 0))
+        hidden = self.up(torch.nested.nested_tensor_from_jagged(x[there], ends)).relu()
+        padded = hidden.to_padded_tensor(0.0, (x.shape[0], x.shape[1], 16))
+        return self.out(padded)
+
+
+@odd(sequences_and_lengths, square)
+class BagsByOffsets(nn.Module):
+    """An embedding bag over all words of the rows in one line, and where each row begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(WORDS, 16, mode="mean", include_last_offset=True)
+        self.out = nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """x [b, LENGTH, WIDTH], of which words are made -> [b, 1, WIDTH]."""
+        words = (x[..., 0].sigmoid() * WORDS).long()
+        there = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        ends = nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return self.out(self.bag(words[there], ends)).tanh()[:, None]

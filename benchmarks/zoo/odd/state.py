@@ -365,3 +365,27 @@ class Prototypes(Net):
         with torch.no_grad():
             self.middle.weight.copy_(nn.functional.normalize(self.middle.weight, dim=1))
         return self.middle(nn.functional.normalize(hidden, dim=-1))
+
+
+class Perceptual(nn.Module):
+    """A loss that compares what a network that nobody trains sees, of random weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.sees = nn.Sequential(
+                nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)
+            )
+        self.eval().requires_grad_(False)
+
+    def forward(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Mean square, before the network and behind it."""
+        with torch.no_grad():
+            wanted = self.sees(batch["y"])
+        return square(outputs, batch) + (self.sees(outputs) - wanted).square().mean()
+
+
+@odd(vectors, Perceptual())
+class FeaturesInLoss(Net):
+    """Its loss has a network of its own, which is frozen."""
