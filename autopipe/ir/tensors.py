@@ -36,7 +36,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
             tensor = tensor.coalesce()
             parts: tuple[torch.Tensor, ...] = (tensor.indices(), tensor.values())
         elif tensor.is_nested:
-            parts = (tensor.offsets(), tensor.values())  # type: ignore[attr-defined]
+            parts = (tensor.offsets(), tensor.values())  # type: ignore[attr-defined]  # not in stubs
         elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
             parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
         else:
