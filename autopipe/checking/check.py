@@ -27,7 +27,7 @@ from autopipe.checking.compare import FP32, TensorRow, compared, orders_kept, ro
 from autopipe.checking.comparison import Comparison
 from autopipe.checking.first_node import first_node
 from autopipe.checking.fit import Degrees, fewer_ranks
-from autopipe.checking.random_ops import Unmatched, Unrepeatable, random_nodes, repeatable
+from autopipe.checking.random_ops import RandomNodes, Unmatched, Unrepeatable, random_nodes
 from autopipe.checking.second_look import may_be_rounding, second_look
 from autopipe.checking.shrink import shrunk
 from autopipe.checking.sized import Sized, sized
@@ -42,7 +42,7 @@ from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.refusals import fails_by_itself
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.dataflow import is_random
-from autopipe.ir.graph import REGION_OP
+from autopipe.ir.opaque_ops import FUNCTION_OP
 from autopipe.planfile.contents import BATCH, ROWS, Plan
 from autopipe.planners.driver.against_eager import one_thread
 from autopipe.rewriting.label_counts import label_counts
@@ -188,10 +188,13 @@ def _compare(
         folder = Path(name)
         subject.write(folder, job, plan, file)
         drawn = subject.read(folder)[2]
-        names = partial(_names, traced)
+
+        def nodes() -> RandomNodes:
+            return random_nodes(traced())
+
         _check_statistics(plan, traced)
         try:
-            _check_draws(file, plan, drawn[0], names)
+            _check_draws(file, plan, drawn[0], nodes)
         except Unmatched:
             return _unmatched(found, traced())
         say(f"two steps of {ranks} ranks, and of the unsplit model")
@@ -201,14 +204,14 @@ def _compare(
             raise KeyboardInterrupt
         if code:
             if code != MISTAKE:
-                _check_by_itself(file, plan, drawn[0], names)
+                _check_by_itself(file, plan, drawn[0], nodes)
             what = f"the split model does not run (exit code {code})"
             return replace(found, failure=what, refused=code == MISTAKE)
         with phase("running the unsplit model"), _as_planned(file):
             labels = label_counts(traced().graph) if plan.loss_over == ROWS else None
-            unsplit, wide = Unsplit(file, plan, names, labels), None
+            unsplit, wide = Unsplit(file, plan, nodes, labels), None
             if plan.precision != "fp32" and not orders_kept(plan):
-                wide = Unsplit(file, _in_fp32(plan), names, labels)
+                wide = Unsplit(file, _in_fp32(plan), nodes, labels)
             try:
                 every = split.read(folder, ranks)
                 exact = orders_kept(plan) and not sets_norms(traced().graph)
@@ -225,9 +228,9 @@ def _unmatched(found: Comparison, traced: Trace) -> Comparison:
     """What is told where the model draws otherwise than its graph.
 
     Raises:
-        Unrepeatable: a call that runs as it is draws, and nobody knows how often.
+        Unrepeatable: a custom function draws, and nobody knows how often.
     """
-    if any(is_random(node) and node.op == REGION_OP for node in traced.graph.nodes):
+    if any(is_random(node) and node.op == FUNCTION_OP for node in traced.graph.nodes):
         raise Unrepeatable
     why = (
         "the model does not draw random numbers once for each random node of its graph: one of "
@@ -245,19 +248,7 @@ def _traced(file: ModelFile, plan: Plan) -> Trace:
     return trace_planned(file.model, None, file.loss, plan).trace
 
 
-def _names(traced: Callable[[], Trace]) -> list[str]:
-    """The model's random nodes.
-
-    Raises:
-        Unrepeatable: one of them draws more than once.
-    """
-    graph = traced().graph
-    if not repeatable(graph):
-        raise Unrepeatable
-    return random_nodes(graph)
-
-
-def _check_draws(file: ModelFile, plan: Plan, batch: Any, names: Callable[[], list[str]]) -> None:
+def _check_draws(file: ModelFile, plan: Plan, batch: Any, nodes: Callable[[], RandomNodes]) -> None:
     """Look, before ranks are started, whether one process can draw what they draw.
 
     Raises:
@@ -267,14 +258,14 @@ def _check_draws(file: ModelFile, plan: Plan, batch: Any, names: Callable[[], li
     """
     if plan.mesh.tp > 1 or plan.loss_over == BATCH:
         with phase("looking for random numbers"), _as_planned(file):
-            unsplit = Unsplit(file, plan, names, None)
+            unsplit = Unsplit(file, plan, nodes, None)
             unsplit.step(batch, 1.0)
         if unsplit.draws:
             raise Unrepeatable
 
 
 def _check_by_itself(
-    file: ModelFile, plan: Plan, batch: Any, names: Callable[[], list[str]]
+    file: ModelFile, plan: Plan, batch: Any, nodes: Callable[[], RandomNodes]
 ) -> None:
     """Refuse a model that fails unsplit too, with the line, which its ranks do not know.
 
@@ -283,7 +274,7 @@ def _check_by_itself(
     """
     with phase("running the unsplit model"), _as_planned(file):
         try:
-            Unsplit(file, plan, names, None).step(batch, 1.0)
+            Unsplit(file, plan, nodes, None).step(batch, 1.0)
         except (AutopipeError, Unmatched, Unrepeatable):  # it does not tell why ranks fail
             return
         except Exception as error:  # whatever the user's model raises

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.checking.compare import TensorRow, off
 from autopipe.checking.comparison import FirstNode
-from autopipe.checking.random_ops import Drawing, random_nodes
+from autopipe.checking.random_ops import RandomNodes, drawing, random_nodes
 from autopipe.checking.subject import SEED
 from autopipe.checking.unsplit import built
 from autopipe.eager.assigned_buffers import buffers_of
@@ -111,7 +111,7 @@ def _in_forward(traced: Trace, plan: Plan, file: ModelFile, batch: Any) -> tuple
     graph = traced.graph
     rows = plan.batch.microbatch_rows(plan.mesh.dp)
     part = batches.slice_rows(plan.inputs, batches.flatten(batch), 0, rows)
-    eager = _eager(plan, file, part, batch, random_nodes(graph))
+    eager = _eager(plan, file, part, batch, random_nodes(traced))
     made = _by_nodes(traced, plan, file, part, rows)
     calls: dict[str, list[int]] = defaultdict(list)
     for position, node in enumerate(graph.nodes):
@@ -176,7 +176,7 @@ class _Eager(TorchFunctionMode):
 
 
 def _eager(
-    plan: Plan, file: ModelFile, part: Mapping[str, Any], batch: Any, names: list[str]
+    plan: Plan, file: ModelFile, part: Mapping[str, Any], batch: Any, nodes: RandomNodes
 ) -> _Eager:
     """The first micro-batch's forward by the model itself."""
     model, kept, found = built(file), kept_by(plan), _Eager()
@@ -186,8 +186,8 @@ def _eager(
                 until.callback(found.watch(path, module).remove)
         until.enter_context(parameters_in(model, kept))
         until.enter_context(torch.random.fork_rng(devices=[]))
-        if names:
-            until.enter_context(Drawing(names, (SEED, 0, 0)))
+        if nodes.names:
+            until.enter_context(drawing(model, file.loss, nodes, (SEED, 0, 0)))
         program = Program(model, batch, file.loss, plan.inputs, kept=kept, eager=True)
         with found:
             program(*(part[spec.path].clone() for spec in plan.inputs if spec.dtype != "python"))

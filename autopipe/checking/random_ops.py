@@ -4,19 +4,24 @@
     eager      the k-th random op of a micro-batch is the k-th random node of the graph
 
 so a random op of the user's own module is seeded as its node is, and the two can be equal bit by
-bit, dropout included.
+bit, dropout included. A call that runs as it is (`opaque.regions`) is one node, whatever it draws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from autopipe.frontend.loss import Loss
 from autopipe.ir.dataflow import is_random
-from autopipe.ir.graph import Graph
 from autopipe.ir.torch_private import TorchDispatchMode
+from autopipe.opaque.sites import Site, SiteCall, standing_in, with_loss
+from autopipe.tracing.trace import Trace
 from autopipe.util.seeding import seed
 
 
@@ -32,40 +37,54 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """Ops that draw once for each of their layers."""
 
 
-def random_nodes(graph: Graph) -> list[str]:
-    """The random nodes of a graph, in its order."""
-    return [node.name for node in graph.nodes if is_random(node)]
+class RandomNodes(NamedTuple):
+    """The random nodes of a graph, in its order.
+
+    Attributes:
+        calls: of the calls that run as they are, the k-th of a site each, whether it draws.
+    """
+
+    names: Sequence[str] = ()
+    calls: Mapping[tuple[Site, int], bool] = MappingProxyType({})
 
 
-def repeatable(graph: Graph) -> bool:
-    """Whether each random node draws once, in forward alone: none is recurrent or checkpointed."""
-    found = [node for node in graph.nodes if is_random(node)]
-    return not any(node.again or node.short in RECURRENT for node in found)
+def random_nodes(traced: Trace) -> RandomNodes:
+    """Those of a traced model.
+
+    Raises:
+        Unrepeatable: one draws more than once, or again in backward: a recurrent op, a checkpoint.
+    """
+    found = [node for node in traced.graph.nodes if is_random(node)]
+    if any(node.again or node.short in RECURRENT for node in found):
+        raise Unrepeatable
+    calls = {(Site(r.module, r.method), r.call): r.random for r in traced.regions}
+    return RandomNodes([node.name for node in found], calls)
 
 
 class Drawing(TorchDispatchMode):
-    """Within, the random ops of one micro-batch's forward draw as the nodes `names` do.
+    """Within, the random ops of one micro-batch's forward draw as random nodes do.
 
     Args:
-        names: None where they are not known yet: any random op raises.
+        nodes: None where they are not known yet: any random op raises.
 
     Raises:
-        Unmatched: there are more random ops than names.
+        Unmatched: there are more random ops than nodes.
     """
 
-    def __init__(self, names: Sequence[str] | None, step: tuple[int, int, int]) -> None:
+    def __init__(self, nodes: RandomNodes | None, step: tuple[int, int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
+        self._nodes = nodes
         self._step = step
+        self._within = False
         self.drawn = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or self._within:
             return func(*args, **(kwargs or {}))
         generator = torch.default_generator
-        left = self._names is not None and self.drawn < len(self._names)
-        if self._names is not None and left:
-            generator.manual_seed(seed(*self._step, self._names[self.drawn]))
+        left = self._nodes is not None and self.drawn < len(self._nodes.names)
+        if self._nodes is not None and left:
+            generator.manual_seed(seed(*self._step, self._nodes.names[self.drawn]))
         before = generator.get_state()
         found = func(*args, **(kwargs or {}))
         if not torch.equal(generator.get_state(), before):  # attention without dropout draws none
@@ -73,3 +92,29 @@ class Drawing(TorchDispatchMode):
                 raise Unmatched
             self.drawn += 1
         return found
+
+    def called(self, call: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make a call that runs as it is: all that it draws follows from the seed of its node."""
+        nodes = self._nodes
+        if nodes is None or not nodes.calls.get((call.site, call.number), False):
+            return call.run(*args, **kwargs)
+        if self.drawn == len(nodes.names):
+            raise Unmatched
+        torch.default_generator.manual_seed(seed(*self._step, nodes.names[self.drawn]))
+        self.drawn += 1
+        self._within = True
+        try:
+            return call.run(*args, **kwargs)
+        finally:
+            self._within = False
+
+
+@contextmanager
+def drawing(
+    model: nn.Module, loss: Loss | None, nodes: RandomNodes | None, step: tuple[int, int, int]
+) -> Iterator[Drawing]:
+    """Within, a model and its loss draw as `Drawing` has it, calls that run as they are too."""
+    mode = Drawing(nodes, step)
+    sites = dict.fromkeys(site for site, _ in (nodes or RandomNodes()).calls)
+    with with_loss(model, loss), standing_in(model, [*sites], mode.called), mode:
+        yield mode

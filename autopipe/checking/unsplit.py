@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.checking.random_ops import Drawing, Unmatched
+from autopipe.checking.random_ops import RandomNodes, Unmatched, drawing
 from autopipe.checking.subject import SEED
 from autopipe.eager.assigned_buffers import buffers_of, put
 from autopipe.eager.holders import holders_of, tensors_of
@@ -66,8 +66,8 @@ class Unsplit:
     """The unsplit model over the steps of a check.
 
     Args:
-        names: gives the random nodes of the model's graph, in its order; asked for if the model
-            draws random numbers.
+        nodes: gives the random nodes of the model's graph; asked for if the model draws random
+            numbers.
         labels: those of the graph that its loss is a mean over.
 
     Attributes:
@@ -83,7 +83,7 @@ class Unsplit:
         self,
         file: ModelFile,
         plan: Plan,
-        names: Callable[[], Sequence[str]],
+        nodes: Callable[[], RandomNodes],
         labels: LabelCounts | None,
     ) -> None:
         self.model = built(file)
@@ -92,9 +92,9 @@ class Unsplit:
         self._kept = kept_by(plan)
         if self._kept is not None and self._kept.optimizer == self._kept.dtype:
             lower(self.model, self._kept.dtype)
-        self._ask = names
+        self._ask = nodes
         self._weights = LabelWeights(labels, labels)
-        self._names: Sequence[str] | None = None
+        self._nodes: RandomNodes | None = None
         self.frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
         self._beside = _beside(self.model, file)
         self._of_replicas = [self._now()] * plan.mesh.dp  # never written: a replica gets copies
@@ -115,7 +115,7 @@ class Unsplit:
     @property
     def draws(self) -> bool:
         """Whether the steps so far have drawn random numbers."""
-        return bool(self._names)
+        return self._nodes is not None and bool(self._nodes.names)
 
     def step(self, batch: Any, scale: float) -> WholeStep:
         """Forward and backward of a whole batch; parameters stay as they are.
@@ -125,7 +125,7 @@ class Unsplit:
 
         Raises:
             Unmatched: the model's random ops are not one for each random node of its graph.
-            Unrepeatable: as `names`.
+            Unrepeatable: as `nodes`.
         """
         plan, kept = self._plan, self._kept
         dp, count = self._parts
@@ -216,9 +216,9 @@ class Unsplit:
         try:
             found = self._forward(program, tensors, k)
         except Unmatched:
-            if self._names is not None:
+            if self._nodes is not None:
                 raise
-            self._names = self._ask()
+            self._nodes = self._ask()
             self._put(before)
             found = self._forward(program, tensors, k)
         results = found if isinstance(found, tuple) else (found,)
@@ -238,9 +238,10 @@ class Unsplit:
             until.enter_context(torch.random.fork_rng(devices=[]))
             until.enter_context(cast)
             until.enter_context(branches.as_ops(self.model))  # torch's own takes no mode beside it
-            drawing = until.enter_context(Drawing(self._names, (SEED, self._steps, k)))
+            step = SEED, self._steps, k
+            mode = until.enter_context(drawing(self.model, program.loss, self._nodes, step))
             found = program(*tensors)
-        if self._names is not None and drawing.drawn < len(self._names):
+        if self._nodes is not None and mode.drawn < len(self._nodes.names):
             raise Unmatched
         return found
 

@@ -434,6 +434,44 @@ def test_a_file_that_is_all_on_a_gpu_is_planned_for_two_and_checked_here(
     assert torch.get_default_device().type == "cpu"
 
 
+DROPS_LAYERS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x):
+        hidden = self.up(x)
+        for layer in self.layers:
+            if torch.rand(()) < 0.5:
+                continue
+            hidden = hidden + nn.functional.dropout(layer(hidden).tanh(), 0.1)
+        return nn.functional.dropout(self.down(hidden), 0.1)
+
+def model():
+    return Net()
+
+def inputs(rows):
+    return {"x": torch.arange(8.0 * rows).reshape(rows, 8).sin()}
+
+def loss(outputs, batch):
+    return (outputs - batch["x"]).square().mean()
+"""
+
+
+def test_layers_that_random_numbers_leave_out(autopipe: Shell, tmp_path: Path) -> None:
+    """Bug: a part that runs as it is was to draw once; one that draws for each layer, and more in
+    those that it runs, could not be checked."""
+    (tmp_path / "model.py").write_text(DROPS_LAYERS)
+    said = autopipe("check", "model.py", "--pp", "2", "--micro-batches", "2", "--batch", "8")
+    assert said.code == 0 and "the same: " in said.out, said.err
+    assert "dropout is off" not in said.out + said.err
+
+
 def test_compiled_graphs_of_gpus_run_as_they_are(autopipe: Shell, tmp_path: Path) -> None:
     """Bug: what torch writes in C++ for an LSTM under autocast does not compile, and who has no
     compiler could check no plan for GPUs."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.checking.compare import off
+from autopipe.checking.random_ops import RandomNodes
 from autopipe.checking.unsplit import Unsplit
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planners.driver import make_plan
@@ -46,7 +47,7 @@ def test_a_mean_over_labels_beside_another_term_in_two_replicas() -> None:
     )
     labels = label_counts(trace_planned(Balanced, None, loss, plan).trace.graph)
     assert labels is not None and labels.terms
-    batch, unsplit = inputs(8), Unsplit(file, plan, list, labels)
+    batch, unsplit = inputs(8), Unsplit(file, plan, RandomNodes, labels)
     found = unsplit.step(batch, 1.0)
     whole = loss(unsplit.model(batch["x"]), batch)
     torch.testing.assert_close(found.loss, whole.detach())
@@ -81,7 +82,7 @@ def test_nudged_parameters_show_what_rounding_decides() -> None:
     plan = make_plan.plan(
         Tied, rows_of, cluster=machine(1), batch_size=16, micro_batches=2, precision="bf16"
     )
-    batch, unsplit = rows_of(16), Unsplit(file, plan, list, None)
+    batch, unsplit = rows_of(16), Unsplit(file, plan, RandomNodes, None)
     expected = unsplit.step(batch, 1.0)
     before = {name: tensor.clone() for name, tensor in unsplit.model.state_dict().items()}
     nudged = unsplit.nudged(batch, 1.0, seed=0)
@@ -126,7 +127,7 @@ def test_replicas_and_references_have_their_own_tensors_that_are_no_buffers() ->
         micro_batches=2,
     )
     batch = {"x": torch.randn(4, 8).repeat(2, 1)}  # both replicas have the same rows
-    unsplit, wide = (Unsplit(file, plan, list, None) for _ in range(2))
+    unsplit, wide = (Unsplit(file, plan, RandomNodes, None) for _ in range(2))
     found = [unsplit.step(batch, 1.0), wide.step(batch, 1.0)]
     model, alone, total = unsplit.model, Scaled(), torch.zeros(())
     model.mean = torch.zeros(4)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopipe.checking.random_ops import Drawing
+from autopipe.checking.random_ops import Drawing, RandomNodes
 from tests.support import zoo
 from tests.support.models import WIDTH
 from tests.support.pipe_stories import measured_as_planned
@@ -134,7 +134,8 @@ def both_passes_draw_the_same_and_buffers_are_written_once() -> None:
     outputs = []
     for k in range(4):
         own = rows_of(pairs(8), 2 * k, 2 * k + 2)
-        with torch.random.fork_rng(), Drawing(["drop/dropout/0"], (pipe.seed, 0, k)):
+        nodes = RandomNodes(["drop/dropout/0"])
+        with torch.random.fork_rng(), Drawing(nodes, (pipe.seed, 0, k)):
             outputs.append(model(**own))
     image, text, scale = zip(*outputs, strict=True)
     expected = both_ways((torch.cat(image), torch.cat(text), scale[0]), {})
