@@ -19,6 +19,7 @@ from torch import nn
 
 from autopipe.frontend.loss import Loss
 from autopipe.ir.dataflow import is_random
+from autopipe.ir.graph import REGION_OP
 from autopipe.ir.torch_private import TorchDispatchMode
 from autopipe.opaque.sites import Site, SiteCall, standing_in, with_loss
 from autopipe.tracing.trace import Trace
@@ -41,11 +42,12 @@ class RandomNodes(NamedTuple):
     """The random nodes of a graph, in its order.
 
     Attributes:
-        calls: of the calls that run as they are, the k-th of a site each, whether it draws.
+        calls: of the calls that run as they are, the k-th of a site each, the node's name; None: it
+            draws nothing, or nobody uses what it gives.
     """
 
     names: Sequence[str] = ()
-    calls: Mapping[tuple[Site, int], bool] = MappingProxyType({})
+    calls: Mapping[tuple[Site, int], str | None] = MappingProxyType({})
 
 
 def random_nodes(traced: Trace) -> RandomNodes:
@@ -57,7 +59,8 @@ def random_nodes(traced: Trace) -> RandomNodes:
     found = [node for node in traced.graph.nodes if is_random(node)]
     if any(node.again or node.short in RECURRENT for node in found):
         raise Unrepeatable
-    calls = {(Site(r.module, r.method), r.call): r.random for r in traced.regions}
+    of_calls = {str(node.args[-1]): node.name for node in found if node.op == REGION_OP}
+    calls = {(Site(r.module, r.method), r.call): of_calls.get(r.name) for r in traced.regions}
     return RandomNodes([node.name for node in found], calls)
 
 
@@ -95,13 +98,13 @@ class Drawing(TorchDispatchMode):
 
     def called(self, call: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a call that runs as it is: all that it draws follows from the seed of its node."""
-        nodes = self._nodes
-        if nodes is None or not nodes.calls.get((call.site, call.number), False):
-            return call.run(*args, **kwargs)
-        if self.drawn == len(nodes.names):
-            raise Unmatched
-        torch.default_generator.manual_seed(seed(*self._step, nodes.names[self.drawn]))
-        self.drawn += 1
+        assert self._nodes is not None, "the calls are among what is known of the nodes"
+        name = self._nodes.calls.get((call.site, call.number))
+        if name is not None:
+            if name not in self._nodes.names[self.drawn : self.drawn + 1]:
+                raise Unmatched
+            torch.default_generator.manual_seed(seed(*self._step, name))
+            self.drawn += 1
         self._within = True
         try:
             return call.run(*args, **kwargs)

@@ -452,6 +452,16 @@ class Net(nn.Module):
             hidden = hidden + nn.functional.dropout(layer(hidden).tanh(), 0.1)
         return nn.functional.dropout(self.down(hidden), 0.1)
 
+class TakesTurns(Net):
+    # The last of its draws decides nothing.
+
+    def forward(self, x):
+        hidden = self.up(x)
+        for layer in self.layers:
+            out = layer(hidden)
+            hidden = out if torch.rand(1).item() < 0.5 else hidden.flip(0)
+        return self.down(out)
+
 def model():
     return Net()
 
@@ -463,10 +473,11 @@ def loss(outputs, batch):
 """
 
 
-def test_layers_that_random_numbers_leave_out(autopipe: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Net", "TakesTurns"])
+def test_layers_that_random_numbers_leave_out(autopipe: Shell, tmp_path: Path, kind: str) -> None:
     """Bug: a part that runs as it is was to draw once; one that draws for each layer, and more in
     those that it runs, could not be checked."""
-    (tmp_path / "model.py").write_text(DROPS_LAYERS)
+    (tmp_path / "model.py").write_text(DROPS_LAYERS.replace("return Net()", f"return {kind}()"))
     said = autopipe("check", "model.py", "--pp", "2", "--micro-batches", "2", "--batch", "8")
     assert said.code == 0 and "the same: " in said.out, said.err
     assert "dropout is off" not in said.out + said.err
