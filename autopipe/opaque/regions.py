@@ -27,7 +27,7 @@ from autopipe.frontend.loss import Loss
 from autopipe.ir import opaque_ops
 from autopipe.ir.graph import REGION_OP, Graph, Node
 from autopipe.ir.tensors import attributes_of
-from autopipe.ir.torch_patches import one_process
+from autopipe.ir.torch_patches import one_process, own_of, replacing
 from autopipe.ir.torch_private import (
     is_fake,
     lend,
@@ -214,6 +214,12 @@ def _empty(result: Result, rows: Any, tensors: Sequence[Tensor]) -> Tensor:
     return dense.permute(inverse(result.order))
 
 
+def _cond(*args: Any, **kwargs: Any) -> Any:
+    """torch.cond by its compiler, without which it takes no tensors that a model is lent."""
+    with torch.compiler.set_stance("default"):
+        return own_of(torch.cond)(*args, **kwargs)
+
+
 def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> Any:
     """What the call gives; the buffers that it assigns are written.
 
@@ -246,7 +252,8 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     recording = nullcontext() if region.grad else torch.no_grad()
     alone = one_process() if torch.distributed.is_initialized() else nullcontext()
     # A compiler would look at the tensors that are lent, which are no leaves, and at their sizes.
-    with alone, here, recording, torch.compiler.set_stance("force_eager"):
+    as_it_is = torch.compiler.set_stance("force_eager")
+    with alone, here, recording, as_it_is, replacing(torch.cond, _cond):
         made = _code(running, model, tensors)(*args, **kwargs)
     for name, own, (copied, known) in zip(region.written, written, versions, strict=True):
         now = state_of(model, name)

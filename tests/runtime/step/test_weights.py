@@ -98,9 +98,11 @@ def test_a_term_of_the_loss_needs_even_labels(parts):
     for weighs in (True, False):
         with pytest.raises(ModelError) as error:
             LabelWeights(found, found, weighs=weighs).of(parts)
+        line = mean.__code__.co_firstlineno + 1
         assert error.value.message == (
-            "this mean over labels is one of several terms of the loss. Micro-batch 0 has 8 "
-            "labels, micro-batch 1 6: the mean of their losses is not the loss of the batch"
+            f"{__file__}:{line}: this mean over labels is one of several terms of the loss. "
+            "Micro-batch 0 has 8 labels, micro-batch 1 6: the mean of their losses is not the loss "
+            "of the batch"
         )
         assert error.value.hint == (
             'loss_over = "micro-batch" takes the mean of each micro-batch\'s own loss'
