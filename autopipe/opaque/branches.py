@@ -132,17 +132,18 @@ def as_ops(model: nn.Module) -> AbstractContextManager[None]:
 
 def _op(
     model: nn.Module,
-    chosen: Any,
-    first: Callable[..., Any],
-    second: Callable[..., Any],
-    operands: Sequence[Any],
+    pred: Any,
+    true_fn: Callable[..., Any],
+    false_fn: Callable[..., Any],
+    operands: Sequence[Any] = (),
 ) -> Any:
-    if not isinstance(chosen, Tensor):
-        return first(*operands) if chosen else second(*operands)
+    """A call of torch.cond; the names are its own."""
+    if not isinstance(pred, Tensor):
+        return plain(pred, true_fn, false_fn, operands)
     tensors = distinct_tensors(operands)
     read: dict[int, Tensor] = {id(tensor): tensor for tensor in tensors}
     texts, gives = [], []
-    for side in (first, second):
+    for side in (true_fn, false_fn):
         with no_modes(), torch.no_grad(), _Drawing(), _Reading(read) as reading:
             with replacing(torch.cond, _nested):
                 made = side(*operands)
@@ -158,12 +159,22 @@ def _op(
     own = tuple(names.get(key, tensor) for key, tensor in read.items())
     called = parts_of(tuple(operands), tensors)
     digest = hashlib.sha256(repr([lines for lines, _ in texts]).encode()).hexdigest()[:12]
-    _known[digest] = _Sides((first, second), model, called, own, gives[0])
-    made = torch.ops.autopipe.cond.default(chosen, [*read.values()], digest)
+    _known[digest] = _Sides((true_fn, false_fn), model, called, own, gives[0])
+    made = torch.ops.autopipe.cond.default(pred, [*read.values()], digest)
     return whole_of(gives[0], made)
 
 
-def _nested(*args: Any) -> Any:
+def plain(
+    pred: Any,
+    true_fn: Callable[..., Any],
+    false_fn: Callable[..., Any],
+    operands: Sequence[Any] = (),
+) -> Any:
+    """What torch.cond gives, as Python; torch's own does not run where anybody looks."""
+    return true_fn(*operands) if pred else false_fn(*operands)
+
+
+def _nested(*args: Any, **kwargs: Any) -> Any:
     raise _refusal("one of its functions calls torch.cond")
 
 

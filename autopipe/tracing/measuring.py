@@ -22,6 +22,7 @@ from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
 from autopipe.ir.torch_private import version
+from autopipe.opaque import branches
 from autopipe.opaque.measure import Fails, Runs, measured
 from autopipe.opaque.sites import Site, Wider, with_loss
 from autopipe.planfile.parts import InputSpec
@@ -77,7 +78,7 @@ class Measuring:
             eager_branches(),
             libraries_hushed(heard=False),
             Generators().restored(),
-            replacing(torch.cond, _as_code),
+            replacing(torch.cond, branches.plain),
             with_loss(model, program.loss),
         ):
             if model.training != program.training:
@@ -187,11 +188,6 @@ def _same(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]] | s
         a is b if a is None or b is None else torch.equal(a.to_dense(), b.to_dense())
         for a, b in pairs
     )
-
-
-def _as_code(chosen: Any, first: Any, second: Any, operands: Sequence[Any]) -> Any:
-    """What torch.cond gives; torch's own does not run where anybody looks."""
-    return first(*operands) if chosen else second(*operands)
 
 
 def _negated(leaf: Any) -> Any:

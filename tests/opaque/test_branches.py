@@ -100,7 +100,19 @@ class InAPartThatRunsAsItIs(Net):
         return made + torch.cond(chosen > 1, self.middle, torch.sin, (hidden,))
 
 
-WORK = [OfTheModel, InEachBlock, Trees, OnASize, InAPartThatRunsAsItIs]
+class ByNames(Net):
+    def inside(self, hidden):
+        return torch.cond(
+            pred=apart(hidden), true_fn=self.middle, false_fn=torch.sin, operands=(hidden,)
+        )
+
+
+class WithoutOperands(Net):
+    def inside(self, hidden):
+        return torch.cond(apart(hidden), lambda: self.middle(hidden), lambda: hidden.sin())
+
+
+WORK = [OfTheModel, InEachBlock, Trees, OnASize, InAPartThatRunsAsItIs, ByNames, WithoutOperands]
 
 
 @pytest.mark.sweep(of=2)
