@@ -21,7 +21,7 @@ from autopipe.frontend.loss import Loss
 from autopipe.ir.dataflow import is_random
 from autopipe.ir.graph import REGION_OP
 from autopipe.ir.torch_private import TorchDispatchMode
-from autopipe.opaque.sites import Site, SiteCall, standing_in, with_loss
+from autopipe.opaque.sites import Site, SiteCall, site_of, standing_in, with_loss
 from autopipe.tracing.trace import Trace
 from autopipe.util.seeding import seed
 
@@ -60,7 +60,7 @@ def random_nodes(traced: Trace) -> RandomNodes:
     if any(node.again or node.short in RECURRENT for node in found):
         raise Unrepeatable
     of_calls = {str(node.args[-1]): node.name for node in found if node.op == REGION_OP}
-    calls = {(Site(r.module, r.method), r.call): of_calls.get(r.name) for r in traced.regions}
+    calls = {(site_of(r), r.call): of_calls.get(r.name) for r in traced.regions}
     return RandomNodes([node.name for node in found], calls)
 
 

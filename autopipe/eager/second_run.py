@@ -130,7 +130,11 @@ class Changes:
         """Whether it has since."""
         return self._now() != self._before
 
-    def _now(self) -> Hashable:
+    def drawn(self) -> bool:
+        """Whether it has drawn random numbers since."""
+        return self._now()[0] != self._before[0]
+
+    def _now(self) -> tuple[bytes, Hashable]:
         buffers = buffers_of(self._model).values()
         drawn = torch.get_rng_state().numpy().tobytes()
         return drawn, tuple((id(buffer), version(buffer)) for buffer in buffers)
@@ -160,10 +164,9 @@ Unexpected = Callable[[Read | None, Read], Uncaptured]
 
 def of_other_rows(first: Read | None, other: Read) -> Uncaptured:
     """Other rows have another read than the first ones; None: these have none there."""
-    value = "nothing" if first is None else repr(first.value)
     return OtherBranch(
-        f"{other.place}: Python reads {value} from a tensor here of the first two rows, and "
-        f"{other.value!r} of the next two",
+        f"{other.place}: Python reads {_value(first)} from a tensor here of the first two rows, "
+        f"and {other.value!r} of the next two",
         hint="make the branch part of the computation (torch.where)",
         lines=True,
     )
@@ -171,13 +174,17 @@ def of_other_rows(first: Read | None, other: Read) -> Uncaptured:
 
 def of_other_draws(first: Read | None, other: Read) -> Uncaptured:
     """Other random numbers give another read than the first ones."""
-    value = "nothing" if first is None else repr(first.value)
     return DrawnBranch(
-        f"{other.place}: Python reads {value} from a tensor here with some random numbers, and "
-        f"{other.value!r} with others, on the same rows; a graph has one of the two for good",
+        f"{other.place}: Python reads {_value(first)} from a tensor here with some random "
+        f"numbers, and {other.value!r} with others, on the same rows; a graph has one of the two "
+        "for good",
         hint="compute with the tensor: torch.where(torch.rand(()) < 0.5, self.layer(x), x)",
         lines=True,
     )
+
+
+def _value(read: Read | None) -> str:
+    return "nothing" if read is None else repr(read.value)
 
 
 @contextmanager

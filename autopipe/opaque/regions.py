@@ -36,7 +36,7 @@ from autopipe.ir.torch_private import (
 )
 from autopipe.opaque.custom_functions import as_written
 from autopipe.opaque.results import as_measured, at_rows, inverse
-from autopipe.opaque.sites import Site, SiteCall, call, standing_in, state_of
+from autopipe.opaque.sites import SiteCall, call, site_of, standing_in, state_of
 from autopipe.opaque.sparse import owned, to_device
 from autopipe.opaque.states import differ, put
 from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, returned, to_text, whole_of
@@ -114,7 +114,7 @@ def as_ops(model: nn.Module, running: Sequence[Running], rows: Any) -> Iterator[
     Raises:
         CaptureError: a call is another one than when it was measured.
     """
-    by_call = {(_site(one.region), one.region.call): one for one in running}
+    by_call = {(site_of(one.region), one.region.call): one for one in running}
 
     def stand_in(asked: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         found = by_call.get((asked.site, asked.number))
@@ -156,10 +156,6 @@ def _op(running: Running, model: nn.Module, given: Sequence[Tensor], rows: Any) 
         path, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(path), attribute, tensor)
     return returned_alone
-
-
-def _site(region: Region) -> Site:
-    return Site(region.module, region.method)
 
 
 def _run(
@@ -289,7 +285,7 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
 def _code(running: Running, model: nn.Module, tensors: Sequence[Tensor]) -> Callable[..., Any]:
     """What a call runs: the user's loss itself, or a module or a method of the copied model."""
     if running.region.method != LOSS:
-        return call(model, _site(running.region))
+        return call(model, site_of(running.region))
     assert running.loss is not None, "a trace without a loss has no region of it"
     if isinstance(running.loss, nn.Module) and tensors:
         running.loss.to(tensors[0].device)

@@ -23,7 +23,7 @@ from autopipe.errors import CaptureError, SizesByValues, Uncaptured
 from autopipe.ir.torch_private import module_backward_hooks
 from autopipe.opaque import outlined
 from autopipe.opaque.scripted import Scripted
-from autopipe.opaque.sites import LossCall, Site, Wider, outermost, with_siblings
+from autopipe.opaque.sites import LossCall, Site, Wider, outermost, site_of, with_siblings
 from autopipe.planfile.regions import COMPILED, LOSS, WHOLE, Region
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def with_regions(
         CaptureError: not even its largest parts can run as they are.
     """
     found, regions = _search(model, twins, trace, measure, ())
-    most = {Site(one.module, one.method) for one in regions if _is_most(model, one)}
+    most = {site_of(one) for one in regions if _is_most(model, one)}
     if most:
         with suppress(CaptureError), outlined.put_back_after_errors():
             found, _ = _search(model, twins, trace, measure, most)

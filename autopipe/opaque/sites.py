@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autopipe.frontend.loss import Loss
 from autopipe.ir.torch_private import hooks_put_aside
 from autopipe.opaque import outlined
-from autopipe.planfile.regions import LOSS, WHOLE
+from autopipe.planfile.regions import LOSS, WHOLE, Region
 
 
 class Site(NamedTuple):
@@ -41,6 +41,11 @@ class Site(NamedTuple):
             return "the loss"
         module = f"module {self.module!r}" if self.module else "model"
         return f"the {module}" if self.method == WHOLE else f"{self.method}() of the {module}"
+
+
+def site_of(region: Region) -> Site:
+    """The site whose call a region is."""
+    return Site(region.module, region.method)
 
 
 class LossCall:

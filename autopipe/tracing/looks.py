@@ -129,16 +129,16 @@ class _Look:
 
     def _watched(self, within: Within, noted: second_run.Noted) -> tuple[Read, ...]:
         """The reads of a run that does nothing that no graph can say."""
-        drawn, changed = Generators(*self.program.parts), False
-        before = drawn.places()
+        generators, changed, drew = Generators(*self.program.parts), False, False
+        before = generators.places()
 
         def run() -> None:
-            nonlocal changed
+            nonlocal changed, drew
             changes = second_run.Changes(self.program.model)
             asked = _asks_for_gpus(self.program.asks_for_gpus)
             with within(), unsaid.refused(self.program.model), noted, asked:
                 self.run()
-            changed = changes.seen()
+            changed, drew = changes.seen(), changes.drawn()
 
         taint = Taint()  # of buffers, which are put back only behind all of these runs
         again, known = partial(self.again, taint=taint), self.program.all_assigned
@@ -146,10 +146,10 @@ class _Look:
         if self.program.all_assigned != known:
             again()  # the first has found buffers to be assigned; a later run writes them
             changed = True
-        drawn.check(before, again)
+        generators.check(before, again)
         other = second_run.other_reads(found, again) if changed and found else None
         self.program.otherwise = other  # of this look alone: the one before had other regions
-        if changed and other is None and any(read.checked for read in found):
+        if drew and other is None and any(read.checked for read in found):
             self._hold_draws(found, taint)
         if self.others is not None and any(read.checked for read in found):
             self._hold_others(found, self.others(), within, taint)

@@ -11,7 +11,7 @@ from autopipe.errors import AutopipeError, ModelError
 from autopipe.planners.driver import loss_grouping
 from autopipe.util import codec
 from tests.support.inprocess import machine
-from tests.support.shell import LINE, Shell, changed
+from tests.support.shell import LINE, changed
 from tests.support.staged import trace_model
 
 WIDTH = 6
@@ -250,29 +250,24 @@ def test_the_plan_knows_what_was_asked_for():
         planned(loss_over="token")
 
 
-@pytest.fixture
-def shell(tmp_path, monkeypatch, capsys):
-    return Shell(tmp_path, monkeypatch, capsys)
-
-
-def test_a_model_file_or_an_option_says_what_the_loss_is_over(shell):
-    shell.write("net.py", changed(".mean()", ".sum()"))
-    codec.save(machine(2), shell.folder / "cluster.json")
+def test_a_model_file_or_an_option_says_what_the_loss_is_over(autopipe):
+    autopipe.write("net.py", changed(".mean()", ".sum()"))
+    codec.save(machine(2), autopipe.folder / "cluster.json")
     ask = ("plan", "net.py", "--cluster", "cluster.json", "--pp", "2", "--batch", "8")
     line = LINE['    return ((outputs - batch["target"]) ** 2).mean()']
-    found = shell(*ask).error
-    assert found.startswith(f"{shell.folder / 'net.py'}:{line}: the loss of 4 rows is ")
-    assert shell.files() == ["cluster.json", "net.py"]
-    assert shell(*ask, "--loss-over", "micro-batch").code == 0
-    assert Plan.load(shell.folder / "plan.json").loss_over == "micro-batch"
-    shell.write("net.py", changed(".mean()", ".sum()") + 'loss_over = "micro-batch"\n')
-    assert shell(*ask).code == 0
-    shell.edit(lambda plan: plan.update(loss_over="token"))
-    assert shell("explain", "plan.json").error == (
+    found = autopipe(*ask).error
+    assert found.startswith(f"{autopipe.folder / 'net.py'}:{line}: the loss of 4 rows is ")
+    assert autopipe.files() == ["cluster.json", "net.py"]
+    assert autopipe(*ask, "--loss-over", "micro-batch").code == 0
+    assert Plan.load(autopipe.folder / "plan.json").loss_over == "micro-batch"
+    autopipe.write("net.py", changed(".mean()", ".sum()") + 'loss_over = "micro-batch"\n')
+    assert autopipe(*ask).code == 0
+    autopipe.edit(lambda plan: plan.update(loss_over="token"))
+    assert autopipe("explain", "plan.json").error == (
         "plan.loss_over: expected one of rows, micro-batch, batch, found token\n\n"
         "hint: mend that place in the plan file, or make the plan again with `autopipe plan`"
     )
-    shell.write("net.py", changed(".mean()", ".sum()") + 'loss_over = "token"\n')
-    assert shell(*ask).error == (
+    autopipe.write("net.py", changed(".mean()", ".sum()") + 'loss_over = "token"\n')
+    assert autopipe(*ask).error == (
         "net.py: loss_over is 'token', expected one of rows, micro-batch, batch"
     )
