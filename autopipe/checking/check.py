@@ -7,6 +7,7 @@ a plan, or a model file and words
     compared                       beside plain PyTorch here           (`unsplit`, `compare`)
     first_node                     where a difference begins           -> Comparison
     second_look                    in fp64, if rounding may decide
+    closer_look                    in fp32, if rounding to 16 bits may hide a difference
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,17 +24,17 @@ from typing import Any
 import torch
 
 from autopipe.checking import split, subject
-from autopipe.checking.compare import FP32, TensorRow, compared, orders_kept, rounding
+from autopipe.checking.compare import FP32, TensorRow, compared, nearness, orders_kept
 from autopipe.checking.comparison import Comparison
 from autopipe.checking.first_node import first_node
 from autopipe.checking.fit import Degrees, fewer_ranks
 from autopipe.checking.random_ops import RandomNodes, Unmatched, Unrepeatable, random_nodes
-from autopipe.checking.second_look import may_be_rounding, second_look
+from autopipe.checking.second_look import closer_look, may_be_hidden, may_be_rounding, second_look
 from autopipe.checking.shrink import shrunk
 from autopipe.checking.sized import Sized, sized
 from autopipe.checking.small_plan import in_double, planned, same_cuts, words_of
 from autopipe.checking.subject import CheckJob, Smaller
-from autopipe.checking.unsplit import Unsplit
+from autopipe.checking.unsplit import Unsplit, check_statistics
 from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import model_file
@@ -61,6 +62,9 @@ MISTAKE = 2
 Spawn = Callable[[int, Sequence[str]], int]
 """Runs `autopipe` with these arguments in so many processes; the first code that is not 0."""
 
+Made = Callable[[Smaller, Degrees, str | None], Plan]
+"""Plans a model made smaller for a smaller mesh, in a precision; None: in the one asked for."""
+
 
 def check_plan(
     plan: Plan, source: str, say: Say, precision: str | None = None, start: Spawn | None = None
@@ -70,26 +74,27 @@ def check_plan(
     Args:
         source: the model file, as `model_file.load` takes it.
         say: gets a line of talk at a time.
-        precision: to check it in; None: its own.
+        precision: to check it in; None: its own, and closer in fp32 where that has 16 bits.
         start: starts the ranks; None: `spawn`.
 
     Raises:
         AutopipeError: the model file or the plan is none that can be checked; says why.
     """
-    file, wanted = model_file.load(source), Degrees.of(plan)
+    file, wanted, own = model_file.load(source), Degrees.of(plan), precision or plan.precision
 
-    def made(smaller: Smaller, few: Degrees) -> Plan:
+    def made(smaller: Smaller, few: Degrees, other: str | None) -> Plan:
+        asked, words = other or own, words_of(plan)
         same = smaller == Smaller() and (few.pp, few.tp) == (wanted.pp, wanted.tp)
-        if same and precision in (None, plan.precision):
+        if same and asked == plan.precision:
             return same_cuts(plan, few)
-        other = dict.fromkeys(("grad_dtype", "optimizer_dtype")) | {"precision": precision}
-        words = words_of(plan) | ({} if precision in (None, plan.precision) else other)
+        words |= {} if asked == plan.precision else _in(asked)
         return planned(shrunk(file, smaller), few, _of_length(words, smaller), say)
 
     few = fewer_ranks(wanted, written=bool(plan.programs))
     # A GPU's compiler makes other code of a graph than a CPU's, which needs one of C++ besides.
     backend = "eager" if plan.cluster.has_gpus else "inductor"
-    return _check(source, file, wanted, few, made, say, start, backend)
+    check = _Check(source, file, made, say, start, precision is None, backend)
+    return check.of(wanted, few)
 
 
 def check_model(
@@ -108,10 +113,17 @@ def check_model(
     file = model_file.load(source)
     words = {"loss_over": file.loss_over, "lengths": file.lengths, **words}
 
-    def made(smaller: Smaller, few: Degrees) -> Plan:
-        return planned(shrunk(file, smaller), few, _of_length(words, smaller), say)
+    def made(smaller: Smaller, few: Degrees, other: str | None) -> Plan:
+        asked = _of_length(words, smaller) | (_in(other) if other else {})
+        return planned(shrunk(file, smaller), few, asked, say)
 
-    return _check(source, file, degrees, fewer_ranks(degrees), made, say, start)
+    check = _Check(source, file, made, say, start, closer="precision" not in words)
+    return check.of(degrees, fewer_ranks(degrees))
+
+
+def _in(precision: str) -> dict[str, Any]:
+    """The words for another precision than a plan's own."""
+    return {"precision": precision, "grad_dtype": None, "optimizer_dtype": None}
 
 
 def _of_length(words: dict[str, Any], smaller: Smaller) -> dict[str, Any]:
@@ -119,57 +131,92 @@ def _of_length(words: dict[str, Any], smaller: Smaller) -> dict[str, Any]:
     return {**words, "lengths": ()} if smaller.length else words
 
 
-def _check(
-    source: str,
-    file: ModelFile,
-    wanted: Degrees,
-    few: Degrees,
-    made: Callable[[Smaller, Degrees], Plan],
-    say: Say,
-    start: Spawn | None,
-    backend: str = "inductor",
-) -> Comparison:
-    """Find what fits, plan that, and compare; without dropout where that cannot be compared, and
-    in fp64 where rounding may decide."""
-    source = str(Path(source).resolve()) if Path(source).is_file() else source
+@dataclass(frozen=True)
+class _Check:
+    """One check: what it is of, and how a case of it is planned and compared.
 
-    def changed(case: Sized, **how: bool) -> Sized:
+    Attributes:
+        closer: whether a plan of 16 bits is compared in fp32 too.
+        backend: of torch.compile, by which compiled stages are.
+    """
+
+    source: str
+    file: ModelFile
+    made: Made
+    say: Say
+    start: Spawn | None
+    closer: bool
+    backend: str = "inductor"
+
+    def of(self, wanted: Degrees, few: Degrees) -> Comparison:
+        """Find what fits, plan that, and compare; without dropout where that cannot be compared.
+
+        Raises:
+            AutopipeError: nothing that fits can be planned, or compared.
+        """
+        with keeping_default_dtype():
+            first = sized(self.file, wanted, few, self.as_asked, self.say)
+            try:
+                return self.looked_at(first)
+            except Unrepeatable:
+                self.say("dropout is off: its random numbers are none that one process could draw")
+            calm = "dropout is off: one process cannot draw the numbers that ranks draw"
+            try:
+                return self.looked_at(self.changed(first, calm=True), calm)
+            except Unrepeatable:
+                raise ModelError(
+                    "the model draws random numbers, other than dropout's, that cannot be drawn "
+                    "again in one process: its split cannot be compared with it",
+                    hint="check it with these random numbers switched off in model()"
+                    + (
+                        "; or at --tp 1, where each is drawn once" if first.plan.mesh.tp > 1 else ""
+                    ),
+                ) from None
+
+    def as_asked(self, smaller: Smaller, few: Degrees) -> Plan:
+        """A plan in the precision asked for."""
+        return self.made(smaller, few, None)
+
+    def looked_at(self, case: Sized, *notes: str) -> Comparison:
+        """Compare, and once more where that does not tell: in fp64 where rounding may decide, in
+        fp32 where rounding to 16 bits may hide a difference.
+
+        Raises:
+            Unrepeatable: the model draws random numbers that cannot be compared.
+        """
+        found = self.compared(case, *notes)
+        told = found.sentence.partition("\n")[0]
+        if may_be_rounding(found):
+            self.say(f"{told}: once more in fp64, as rounding may decide")
+            return second_look(found, lambda: self.compared(self.in_double(case), *notes))
+        if self.closer and may_be_hidden(found):
+            self.say(f"{told}: once more in fp32, to look closer")
+            return closer_look(found, lambda: self.looked_at(self.in_fp32(case), *notes))
+        return found
+
+    def compared(self, case: Sized, *notes: str) -> Comparison:
+        """One comparison."""
+        graphs = [_GRAPHS] if case.plan.compiled and self.backend == "eager" else []
+        told = (*nearness(case.plan), *graphs, *notes)
+        path = Path(self.source)  # the ranks may start in another folder
+        source = str(path.resolve()) if path.is_file() else self.source
+        job = CheckJob(source, case.smaller, self.backend)
+        return _compare(job, case, told, self.say, self.start)
+
+    def changed(self, case: Sized, **how: bool) -> Sized:
+        """A case whose model is changed in one more way, planned again."""
         other = replace(case.smaller, **how)
-        plan = made(other, case.degrees)
-        return replace(case, smaller=other, file=shrunk(file, other), plan=plan)
+        plan = self.as_asked(other, case.degrees)
+        return replace(case, smaller=other, file=shrunk(self.file, other), plan=plan)
 
-    def double(case: Sized) -> Sized:
-        wide = changed(case, double=True)
+    def in_double(self, case: Sized) -> Sized:
+        """A case in fp64, its plan the same to the letter."""
+        wide = self.changed(case, double=True)
         return replace(wide, plan=in_double(case.plan, wide.plan))
 
-    def looked_at(case: Sized, *notes: str) -> Comparison:
-        def compare(case: Sized) -> Comparison:
-            as_they_are = case.plan.compiled and backend == "eager"
-            told = (*_notes(case.plan), *([_GRAPHS] if as_they_are else []), *notes)
-            return _compare(CheckJob(source, case.smaller, backend), case, told, say, start)
-
-        found = compare(case)
-        if not may_be_rounding(found):
-            return found
-        say(f"{found.sentence.splitlines()[0]}: once more in fp64, as rounding may decide")
-        return second_look(found, lambda: compare(double(case)))
-
-    with keeping_default_dtype():
-        first = sized(file, wanted, few, made, say)
-        try:
-            return looked_at(first)
-        except Unrepeatable:
-            say("dropout is off: its random numbers are none that one process could draw too")
-        calm = "dropout is off: one process cannot draw the numbers that ranks draw"
-        try:
-            return looked_at(changed(first, calm=True), calm)
-        except Unrepeatable:
-            raise ModelError(
-                "the model draws random numbers, other than dropout's, that cannot be drawn again "
-                "in one process: its split cannot be compared with it",
-                hint="check it with these random numbers switched off in model()"
-                + ("; or at --tp 1, where each is drawn once" if first.plan.mesh.tp > 1 else ""),
-            ) from None
+    def in_fp32(self, case: Sized) -> Sized:
+        """A case in fp32, planned under the same words."""
+        return replace(case, plan=self.made(case.smaller, case.degrees, "fp32"))
 
 
 def _compare(
@@ -192,7 +239,8 @@ def _compare(
         def nodes() -> RandomNodes:
             return random_nodes(traced())
 
-        _check_statistics(plan, traced)
+        if plan.loss_over == BATCH:
+            check_statistics(plan, traced().graph)
         try:
             _check_draws(file, plan, drawn[0], nodes)
         except Unmatched:
@@ -211,7 +259,8 @@ def _compare(
             labels = label_counts(traced().graph) if plan.loss_over == ROWS else None
             unsplit, wide = Unsplit(file, plan, nodes, labels), None
             if plan.precision != "fp32" and not orders_kept(plan):
-                wide = Unsplit(file, _in_fp32(plan), nodes, labels)
+                in_fp32 = replace(plan, precision="fp32", grad_dtype="fp32", optimizer_dtype="fp32")
+                wide = Unsplit(file, in_fp32, nodes, labels)
             try:
                 every = split.read(folder, ranks)
                 exact = orders_kept(plan) and not sets_norms(traced().graph)
@@ -281,23 +330,6 @@ def _check_by_itself(
             raise fails_by_itself(error) from error
 
 
-def _check_statistics(plan: Plan, traced: Callable[[], Trace]) -> None:
-    """Refuse a batch norm behind a loss over the whole batch: a micro-batch has other statistics.
-
-    Raises:
-        ModelError: names its line.
-    """
-    if plan.loss_over != BATCH or plan.mesh.dp * plan.batch.micro_batches == 1:
-        return
-    for node in traced().graph.nodes:
-        if "batch_norm" in node.op:
-            raise ModelError(
-                f"{node.place}: a batch norm has the statistics of a micro-batch, and the loss is "
-                "of the whole batch: the unsplit model, with one batch for both, is another one",
-                hint="check with --micro-batches 1 --dp 1",
-            )
-
-
 @contextmanager
 def _as_planned(file: ModelFile) -> Iterator[None]:
     """Within, the unsplit model runs as it was traced: the branches that it takes, one thread, and
@@ -315,24 +347,3 @@ _NORMS = (
     f"gradients have to be equal to {FP32:g} of their largest entry: forward sets norms of a "
     "parameter, in one process in each micro-batch again, which may change a last bit"
 )
-
-
-def _in_fp32(plan: Plan) -> Plan:
-    return replace(plan, precision="fp32", grad_dtype="fp32", optimizer_dtype="fp32")
-
-
-def _notes(plan: Plan) -> tuple[str, ...]:
-    """How near the two have to be, and why."""
-    if orders_kept(plan):
-        return ("every bit of gradients has to be equal: the plan changes the order of no sum",)
-    found = (
-        f"gradients have to be equal to {rounding(plan):g} of their largest entry: the plan "
-        f"changes the order of sums in {plan.precision}",
-    )
-    if plan.precision == "fp32":
-        return found
-    return (
-        *found,
-        f"or to twice what rounding to {plan.precision} moves them in plain PyTorch; "
-        "--precision fp32 looks closer",
-    )

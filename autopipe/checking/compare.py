@@ -164,6 +164,19 @@ def rounding(plan: Plan) -> float:
     return max((TOLERANCE[d] for d in low), default=FP32)
 
 
+def nearness(plan: Plan) -> tuple[str, ...]:
+    """How near gradients have to be, and why, in sentences."""
+    if orders_kept(plan):
+        return ("every bit of gradients has to be equal: the plan changes the order of no sum",)
+    found = (
+        f"gradients have to be equal to {rounding(plan):g} of their largest entry: the plan "
+        f"changes the order of sums in {plan.precision}",
+    )
+    if plan.precision == "fp32":
+        return found
+    return (*found, f"or to twice what rounding to {plan.precision} moves them in plain PyTorch")
+
+
 class _OneStep:
     """One step: what each rank has found, to be compared."""
 

@@ -1,4 +1,6 @@
-"""Tell rounding that decides something from a difference: compare once more, in fp64.
+"""Tell rounding from a difference: compare once more, in a wider dtype.
+
+fp64, where rounding may decide:
 
     input of a ReLU     unsplit  3e-08     split  -1e-08     both are 0 to rounding
     its gradient        unsplit  1         split  0          no rounding
@@ -6,6 +8,10 @@
 A plan that changes the order of sums may so be off by any share in fp32 and be right. In fp64 the
 two stand on the same side of nearly every such edge: what was rounding is off by `EXACT` at most,
 and what is wrong is as wrong as before.
+
+fp32, where rounding to 16 bits may hide a difference:
+
+    a gradient          may be off by 0.1 in bf16, as sums in another order are; in fp32 by 1e-5
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopipe.checking.compare import orders_kept
+from autopipe.checking.compare import orders_kept, rounding
 from autopipe.checking.comparison import Comparison, share
 from autopipe.checking.random_ops import Unmatched, Unrepeatable
 from autopipe.errors import AutopipeError
@@ -51,4 +57,32 @@ def second_look(found: Comparison, in_fp64: Callable[[], Comparison]) -> Compari
         f"of {row.furthest!r}, where rounding decides, as at a ReLU of nearly 0; what is below is "
         "in fp64"
     )
-    return replace(again, notes=(*again.notes, note))
+    return _noted(again, note)
+
+
+def may_be_hidden(found: Comparison) -> bool:
+    """Whether what is right in 16 bits, of sums in another order, could be wrong in fp32."""
+    return found.right and found.plan.precision != "fp32" and not orders_kept(found.plan)
+
+
+def closer_look(found: Comparison, in_fp32: Callable[[], Comparison]) -> Comparison:
+    """The comparison in fp32, if it shows a difference; else `found`, with what it has shown.
+
+    Args:
+        in_fp32: makes it; a model of 16 bits by its own code may refuse.
+    """
+    try:
+        again = in_fp32()
+    except (AutopipeError, Unmatched, Unrepeatable) as error:
+        return _noted(found, f"there is no closer look in fp32: {error}")
+    if again.failure:
+        return _noted(found, f"there is no closer look in fp32: {again.failure}")
+    if not again.right:
+        hidden = f"in {found.plan.precision} it is no more than rounding may do; this is in fp32"
+        return _noted(again, hidden)
+    limit = "" if orders_kept(again.plan) else f", which allows {rounding(again.plan):g}"
+    return _noted(found, f"in fp32{limit}, it is {again.sentence}")
+
+
+def _noted(found: Comparison, note: str) -> Comparison:
+    return replace(found, notes=(*found.notes, note))

@@ -28,9 +28,11 @@ from autopipe.checking.random_ops import RandomNodes, Unmatched, drawing
 from autopipe.checking.subject import SEED
 from autopipe.eager.assigned_buffers import buffers_of, put
 from autopipe.eager.holders import holders_of, tensors_of
+from autopipe.errors import ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
+from autopipe.ir.graph import Graph
 from autopipe.opaque import branches
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.rewriting.label_counts import LabelCounts
@@ -286,6 +288,23 @@ class Unsplit:
             total, norm = {}, torch.tensor(torch.inf)
         loss = (torch.stack(weighed).sum() / divisor).to(results[0][0].dtype)
         return WholeStep(loss, total, norm, self._of_replicas)
+
+
+def check_statistics(plan: Plan, graph: Graph) -> None:
+    """Refuse a batch norm behind a loss over the whole batch: a micro-batch has other statistics.
+
+    Raises:
+        ModelError: names its line.
+    """
+    if plan.mesh.dp * plan.batch.micro_batches == 1:
+        return
+    for node in graph.nodes:
+        if "batch_norm" in node.op:
+            raise ModelError(
+                f"{node.place}: a batch norm has the statistics of a micro-batch, and the loss is "
+                "of the whole batch: the unsplit model, with one batch for both, is another one",
+                hint="check with --micro-batches 1 --dp 1",
+            )
 
 
 def _beside(model: nn.Module, file: ModelFile) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,7 +132,14 @@ def _of_plan(path: str, model: str | None, precision: str | None, asked: list[st
     with loading():
         from autopipe.checking.check import check_plan
 
-    return check_plan(loaded, source, say, precision)
+    return check_plan(loaded, source, say, precision, started)
+
+
+def started(ranks: int, argv: Sequence[str]) -> int:
+    """Start the ranks of a check, which show where an error arose if this process does."""
+    from autopipe.runtime.launch.spawn import spawn
+
+    return spawn(ranks, [*argv, "--debug"] if console.debug() else argv)
 
 
 def _of_model(
@@ -153,7 +161,7 @@ def _of_model(
     file = model_file.load(source)
     rows = batch or file.batch_size
     if cluster is None or cluster.startswith(("local:", "cpu:")):
-        return check_model(source, usual_degrees(sizes, cluster, rows, words), words, say)
+        return check_model(source, usual_degrees(sizes, cluster, rows, words), words, say, started)
     more: dict[str, Any] = {**sizes, **words}
     made = make_plan(
         file.model,
@@ -166,7 +174,7 @@ def _of_model(
         say=say,
         **more,
     )
-    return check_plan(made, source, say)
+    return check_plan(made, source, say, start=started)
 
 
 def _print(result: Comparison) -> None:

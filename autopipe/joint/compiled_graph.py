@@ -83,12 +83,17 @@ class CompiledGraph:
         try:
             with _compiling:
                 compiler = torch._dynamo.lookup_backend(self._backend)
-                made: Callable[..., Any] = compiler(
-                    self._body, [fake_like(mode, argument) for argument in arguments]
-                )
+                like = {given: _like(mode, given) for given in arguments}
+                made: Callable[..., Any] = compiler(self._body, [like[one] for one in arguments])
                 return made
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._body  # an op asks for values, and tensors that are compiled for have none
+
+
+def _like(mode: FakeTensorMode, argument: Tensor) -> Tensor:
+    """A fake tensor of an argument, without its `.grad`, nor that of what it is a view of: of a
+    gradient in another dtype than its parameter's a mode makes none."""
+    return fake_like(mode, argument.detach().requires_grad_(argument.requires_grad))
 
 
 class _Compiled:

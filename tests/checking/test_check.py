@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from autopipe.checking import check
 from autopipe.checking.second_look import EXACT
+from autopipe.cli import check
 from autopipe.planfile.contents import Plan
+from autopipe.runtime.launch import spawn
+from autopipe.terminal import console
 from tests.support import warm
 from tests.support.shell import Shell, changed
 
@@ -26,7 +28,7 @@ def autopipe(
     def start(ranks: int, argv: Sequence[str]) -> int:
         return warm.spawn(ranks, ["-m", "autopipe", *argv], tmp_path)
 
-    monkeypatch.setattr(check, "spawn", start)
+    monkeypatch.setattr(check, "started", start)
     return Shell(tmp_path, monkeypatch, capsys)
 
 
@@ -346,7 +348,7 @@ def test_ranks_that_do_not_run(
     of_ranks: int, code: int, autopipe: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A difference; a user's mistake, which a rank has told, if they say so by their code."""
-    monkeypatch.setattr(check, "spawn", lambda ranks, argv: of_ranks)
+    monkeypatch.setattr(check, "started", lambda ranks, argv: of_ranks)
     said = autopipe("check", "net.py")
     assert said.code == code
     last = said.out.splitlines()[-1]
@@ -366,7 +368,7 @@ def test_a_model_that_fails_by_itself_is_told_with_its_line(
     autopipe: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: `the split model does not run (exit code 1)`, as if the split were wrong."""
-    monkeypatch.setattr(check, "spawn", lambda ranks, argv: 1)
+    monkeypatch.setattr(check, "started", lambda ranks, argv: 1)
     text = changed("torch.randn(batch_size, 4)}", "torch.arange(batch_size)}")
     text = text.replace('((outputs - batch["target"]) ** 2).mean()', CLASSES)
     autopipe.write("net.py", text)
@@ -382,7 +384,7 @@ CLASSES = 'nn.functional.cross_entropy(outputs, batch["target"])'
 
 
 def test_it_leaves_nothing_behind(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "spawn", lambda ranks, argv: 3)
+    monkeypatch.setattr(check, "started", lambda ranks, argv: 3)
     before = autopipe.files()
     autopipe("check", "net.py")
     assert autopipe.files() == before
@@ -492,3 +494,16 @@ def test_compiled_graphs_of_gpus_run_as_they_are(autopipe: Shell, tmp_path: Path
     assert said.code == 0 and "the same: " in said.out, said.err
     assert "compiled; 8 rows" in said.out
     assert "the graphs that a GPU's compiler would be given run here as they are" in said.out
+
+
+def test_debug_is_asked_of_the_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a rank's error ended with `hint: --debug shows where`, which `check --debug` did not."""
+    given: list[Sequence[str]] = []
+    monkeypatch.setattr(spawn, "spawn", lambda ranks, argv: given.append(argv))
+    try:
+        for debug in (False, True):
+            console.ask(debug=debug, quiet=False)
+            check.started(2, ["check", "folder"])
+    finally:
+        console.forget()
+    assert given == [["check", "folder"], ["check", "folder", "--debug"]]

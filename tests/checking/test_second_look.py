@@ -1,4 +1,4 @@
-"""Rounding that decides something is told from a difference by a comparison in fp64."""
+"""Rounding is told from a difference by a comparison in a wider dtype."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +8,12 @@ import pytest
 
 from autopipe.checking.compare import TensorRow
 from autopipe.checking.comparison import Comparison
-from autopipe.checking.second_look import may_be_rounding, second_look
+from autopipe.checking.second_look import (
+    closer_look,
+    may_be_hidden,
+    may_be_rounding,
+    second_look,
+)
 from autopipe.errors import ModelError
 from tests.support.plans import example_plan
 
@@ -47,3 +52,44 @@ def test_a_model_that_does_not_run_in_fp64_stays_wrong() -> None:
 )
 def test_what_is_looked_at_twice(found: Callable[[], Comparison], may: bool) -> None:
     assert may_be_rounding(found()) == may
+
+
+def in_bf16(off: float = 0.04) -> Comparison:
+    """Of a compiled plan in bf16, whose gradients may be off by 0.1."""
+    found = comparison(0.0, precision="bf16")
+    return replace(found, rows=(replace(found.rows[0], off=off, allowed=0.1),))
+
+
+def test_what_is_wrong_in_fp32_is_wrong() -> None:
+    found = closer_look(in_bf16(), lambda: comparison(0.04))
+    assert not found.right
+    assert found.plan.precision == "fp32"
+    assert found.notes == ("in bf16 it is no more than rounding may do; this is in fp32",)
+
+
+def test_what_is_right_in_fp32_too_is_told() -> None:
+    found = closer_look(in_bf16(), lambda: comparison(1e-6))
+    assert (found.right, found.plan.precision) == (True, "bf16")
+    assert found.notes == (
+        "in fp32, which allows 1e-05, it is the same: 0 of 2 tensors are equal bit by bit, the "
+        "other 2 to rounding",
+    )
+
+
+def test_a_model_that_does_not_run_in_fp32_is_told() -> None:
+    def refused() -> NoReturn:
+        raise ModelError("mat1 and mat2 must have the same dtype")
+
+    found = closer_look(in_bf16(), refused)
+    assert found.notes == (
+        "there is no closer look in fp32: mat1 and mat2 must have the same dtype",
+    )
+    failed = replace(comparison(0.0), rows=(), failure="the split model does not run (exit code 1)")
+    assert "does not run" in closer_look(in_bf16(), lambda: failed).notes[0]
+
+
+def test_what_is_looked_at_closer() -> None:
+    """What rounding to 16 bits may hide, and nothing that is wrong."""
+    assert may_be_hidden(in_bf16())
+    assert not may_be_hidden(comparison(1e-6))
+    assert not may_be_hidden(comparison(0.04, precision="bf16"))

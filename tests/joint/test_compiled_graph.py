@@ -68,6 +68,19 @@ def test_two_places_of_equal_code_and_other_shapes_are_both_right() -> None:
     assert backend.shapes == [[(4, 6)], [(4, 3)]], "once for each"
 
 
+def test_a_parameter_of_16_bits_may_have_a_gradient_of_32() -> None:
+    """Bug: the backward of a head, whose loss is computed in parts, is compiled for a view of a
+    weight that has the first part's gradient by then; torch made a fake tensor of that as well, in
+    the dtype of the weight."""
+    weight = nn.Parameter(torch.randn(4, 6, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.zeros(4, 6)
+    graph, body, _ = compiled(2, matrices)
+    with torch.no_grad():
+        arguments = weight, weight.t()
+        assert torch.equal(graph.at("place")(*arguments)[0], body(*arguments)[0])
+
+
 def test_two_places_of_equal_code_and_equal_shapes_are_compiled_once() -> None:
     graph, _, backend = compiled(1, doubled)
     graph.at("first")(torch.ones(4, 6))

@@ -21,7 +21,7 @@ from onnx import TensorProto, helper, numpy_helper, save
 from torch import Tensor, nn
 
 import autopipe as package
-from autopipe.checking import check
+from autopipe.cli import check
 from autopipe.errors import ModelError
 from autopipe.frontend import batch as batches
 from autopipe.onnx_files.source import as_module
@@ -158,7 +158,7 @@ def test_a_file_is_planned_split_and_checked_as_any_model(
     def start(ranks: int, argv: Sequence[str]) -> int:
         return warm.spawn(ranks, ["-m", "autopipe", *argv], tmp_path)
 
-    monkeypatch.setattr(check, "spawn", start)
+    monkeypatch.setattr(check, "started", start)
     shell = Shell(tmp_path, monkeypatch, capsys)
     by_hand(tmp_path / "net.onnx")
     said = shell("check", "net.onnx", "--json")
