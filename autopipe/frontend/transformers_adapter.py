@@ -15,7 +15,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +167,7 @@ def narrowed(factory: Callable[[], nn.Module], divisor: int) -> nn.Module:
     whole: dict[int, tuple[Any, dict[str, int]]] = {}
     init = library.PreTrainedModel.__init__
 
+    @wraps(init)  # transformers reads the signature for a docstring, and prints faults
     def build(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         _narrow(config, divisor, whole)  # in place: the class goes on with the same object
         init(model, config, *args, **kwargs)

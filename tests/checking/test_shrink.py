@@ -40,7 +40,8 @@ def llama() -> nn.Module:
 
 @pytest.mark.long
 def test_a_model_that_is_the_first_to_import_its_library() -> None:
-    """In a rank nobody has built it before."""
+    """In a rank nobody has built it before. Bug: transformers printed four times that `model` is
+    not documented, which it read in the signature of what builds narrowed models."""
     program = """
 from autopipe.frontend.transformers_adapter import narrowed
 
@@ -53,7 +54,7 @@ def model():
 print(narrowed(model, 4).config.hidden_size)
 """
     made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert made.stdout.split()[-1:] == ["16"], made.stdout + made.stderr
+    assert made.stdout == "16\n", made.stdout + made.stderr
 
 
 @pytest.mark.parametrize(
