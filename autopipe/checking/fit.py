@@ -20,14 +20,17 @@ from autopipe.checking.subject import Smaller
 from autopipe.cluster.spec import parse
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.planfile.contents import Plan
-from autopipe.tracing.source import parameter_bytes
+from autopipe.tracing.source import available_memory, parameter_bytes
 from autopipe.util import numbers
 
 MOST_RANKS = 8
 """Processes of a check."""
 
 MOST_BYTES = 320 * 2**20
-"""Of parameters: with gradients, optimizer state, copies and both sides about twelve times that."""
+"""Of parameters, where a model can be made so small: a check that ends soon."""
+
+HELD = 12
+"""Bytes of a check for each of parameters: with gradients, optimizer state, copies, both sides."""
 
 MOST_FLOPS = 1e11
 """Operations of one step; all steps of both sides are four of it, a few seconds of a core."""
@@ -113,6 +116,8 @@ def smaller_models(
     Yields:
         what to change, and the degrees with it.
 
+    The last is as small as a model without widths to divide can be, if the machine has room for it.
+
     Raises:
         ModelError: it cannot be built.
         AutopipeError: nothing makes it fit.
@@ -126,7 +131,7 @@ def smaller_models(
     while divisor <= NARROWEST:
         ways.append((replace(least, width=divisor, length=short), few))
         divisor *= 2
-    fewest, sizes = None, dict[tuple[int, int], int]()
+    sizes = dict[tuple[int, int], int]()
     for way, degrees in ways:
         key = way.layers, way.width
         try:
@@ -136,18 +141,24 @@ def smaller_models(
                 raise
             break  # a width that does not divide
         sizes[key] = size
-        fewest = size if fewest is None else min(fewest, size)
         flops = 6 * size / 4 * degrees.batch * (min(tokens, way.length) if way.length else tokens)
         last = way.width == 1 and way.layers and (way.length or not short)
         if size <= MOST_BYTES and (flops <= MOST_FLOPS or last):
             yield way, degrees
-    if fewest is not None and fewest > MOST_BYTES:
-        raise AutopipeError(
-            f"the model does not fit into a check: with {least.layers} of each row of equal layers "
-            f"its parameters take {numbers.memory(fewest)}, and a check on this machine holds "
-            f"{numbers.memory(MOST_BYTES)} of them",
-            hint="check a smaller configuration of it: a model() with fewer layers and less width",
-        )
+    fewest = min(sizes.values(), default=0)
+    if fewest > MOST_BYTES:
+        room = available_memory()
+        if HELD * fewest > room // 2:
+            raise AutopipeError(
+                f"the model does not fit into a check: with {least.layers} of each row of equal "
+                f"layers its parameters take {numbers.memory(fewest)}, a check about {HELD} times "
+                f"that, and half of the memory of this machine that is free is "
+                f"{numbers.memory(room // 2)}",
+                hint="check a smaller configuration of it: a model() with fewer layers and less "
+                "width",
+            )
+        layers, width = min(sizes, key=sizes.__getitem__)
+        yield Smaller(layers, width, short if layers else 0), few
 
 
 def usual_degrees(
