@@ -197,9 +197,13 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+MEMINFO = Path("/proc/meminfo")
+
+
 def available_memory() -> int:
-    """Bytes of host memory available without swapping (/proc/meminfo, MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    """Bytes of host memory available without swapping (MemAvailable); on a system that does not
+    say, as macOS, all that it has."""
+    for line in MEMINFO.read_text().splitlines() if MEMINFO.exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

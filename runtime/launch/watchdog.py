@@ -16,8 +16,7 @@ cannot be reached any longer; and the first death is named once on each node. A 
 in good order while another one needs it for a step is named too, within 15 s. Two nodes that reach
 rank 0's but not each other are not noticed: there the time limit of the transport is what is left.
 
-Needs Linux 5.4 or later (pidfd). Elsewhere, or where the process cannot be started, there is a line
-of warning, and that time limit.
+Needs Linux 5.4 or later (pidfd) and a process; without one a line warns, and that limit is left.
 """
 
 from __future__ import annotations
@@ -303,7 +302,8 @@ def watch(store: Store, *, rank: int, size: int, node: int, local_rank: int, hos
         # Rank 0 has said why there is no address.
         watchdog = Watchdog(rank) if address is None else _start(config, address, listener)
     except (OSError, AttributeError) as error:  # not Linux, or a Python built for an old one
-        print(f"warning: rank {rank} runs without a watchdog: {error}", file=sys.stderr)
+        why = error if isinstance(error, OSError) else "only Linux has the calls that it takes"
+        print(f"warning: rank {rank} runs without a watchdog: {why}", file=sys.stderr)
         watchdog, address = Watchdog(rank), None
     if rank == 0:
         store.set(KEY, json.dumps(address))

@@ -195,6 +195,22 @@ def test_where_no_sidecar_can_be_started(
 
 
 @linux
+def test_without_the_calls_of_linux_a_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on macOS."""
+    monkeypatch.delattr(os, "memfd_create")
+    with (
+        watch(Memory(), rank=0, size=1, node=0, local_rank=0, host=watchdog.LOCAL) as dog,
+        dog.at(0),
+    ):
+        pass
+    assert capsys.readouterr().err == (
+        "warning: rank 0 runs without a watchdog: only Linux has the calls that it takes\n"
+    )
+
+
+@linux
 def test_one_rank_after_the_other(capfd: pytest.CaptureFixture[str]) -> None:
     """Two ranks of one process: rank 1 joins and leaves, and rank 0 waits for nobody any longer."""
     store = Memory()
