@@ -102,6 +102,7 @@ def _call(
         function: what it runs; None: the argv says.
     """
     console.forget()
+    console.replace_what_cannot_be_printed()
     try:
         code = command(args=list(argv), prog_name=name, standalone_mode=False)
     except (AutopipeError, usage.UsageError) as error:

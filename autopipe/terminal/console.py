@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 from autopipe.util import self_checks
@@ -27,6 +28,13 @@ _manner = _Manner()
 def forget() -> None:
     """Reset both options at the beginning of a command line."""
     _manner.debug = _manner.quiet = False
+
+
+def replace_what_cannot_be_printed() -> None:
+    """Print ? for what the terminal's encoding has not: the lines of a table, under ISO-8859-1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def ask(*, debug: bool, quiet: bool) -> None:

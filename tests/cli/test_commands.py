@@ -19,6 +19,7 @@ from autopipe.util.numbers import seconds
 from tests.support.inprocess import machine, measured
 from tests.support.shell import (
     NET,
+    ROOT,
     Shell,
     python,
 )
@@ -284,3 +285,12 @@ def test_simulate_draws_a_plan(autopipe: Shell) -> None:
     drawn = ElementTree.parse("step.svg").getroot()
     assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
     assert "plan.json" in Path("step.svg").read_text()
+
+
+def test_a_terminal_without_the_lines_of_a_table_gets_question_marks(tmp_path: Path) -> None:
+    """Bug: `explain` ended in a UnicodeEncodeError under LC_ALL=en_US.ISO-8859-1."""
+    plan = str(ROOT / "examples" / "gpt.plan.json")
+    said = python("explain", plan, folder=tmp_path, environ={"PYTHONIOENCODING": "latin-1"})
+    assert said.code == 0, said.err
+    assert "stage  forward  backward" in said.out
+    assert "?????  ???????  ????????" in said.out
