@@ -20,8 +20,8 @@ from autopipe.checking.subject import Smaller
 from autopipe.cluster.spec import parse
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.planfile.contents import Plan
-from autopipe.tracing.source import available_memory, parameter_bytes
-from autopipe.util import numbers
+from autopipe.tracing.source import parameter_bytes
+from autopipe.util import host_memory, numbers
 
 MOST_RANKS = 8
 """Processes of a check."""
@@ -147,7 +147,7 @@ def smaller_models(
             yield way, degrees
     fewest = min(sizes.values(), default=0)
     if fewest > MOST_BYTES:
-        room = available_memory()
+        room = host_memory.available()
         if HELD * fewest > room // 2:
             raise AutopipeError(
                 f"the model does not fit into a check: with {least.layers} of each row of equal "

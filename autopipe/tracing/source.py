@@ -6,12 +6,9 @@ skeleton to trace, and only a rank that needs them builds the weights.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +26,7 @@ from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
 from autopipe.tracing.low_precision import SixteenBits, kept_by
 from autopipe.tracing.trace import Trace, trace
-from autopipe.util import numbers
+from autopipe.util import host_memory, numbers
 from autopipe.util.progress import Say
 
 Source = nn.Module | Factory
@@ -42,7 +39,7 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
             _check_tensors(model)
             built = fake_copy(plain(model))
         else:
-            built = build_fake(model, room=available_memory, say=say)
+            built = build_fake(model, room=host_memory.available, say=say)
     if not isinstance(built, nn.Module):
         raise ModelError(f"model() gives a {type(built).__name__}, not an nn.Module")
     built = plain(built)
@@ -130,7 +127,7 @@ def trace_source(
     def real() -> nn.Module:
         if isinstance(model, nn.Module):
             return plain(model)
-        needed, found = parameter_bytes(skeleton), available_memory()
+        needed, found = parameter_bytes(skeleton), host_memory.available()
         if needed > found:
             raise CaptureError(
                 f"the model must run once with its weights, for Python reads values that depend on "
@@ -197,23 +194,11 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-MEMINFO = Path("/proc/meminfo")
-
-
-def available_memory() -> int:
-    """Bytes of host memory available without swapping (MemAvailable); on a system that does not
-    say, as macOS, all that it has."""
-    for line in MEMINFO.read_text().splitlines() if MEMINFO.exists() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def versions(model: Source) -> dict[str, str]:
     """Versions of torch and of the package that defines the model's class, by package name."""
     found = {"torch": str(torch.__version__)}
     made_by = type(model) if isinstance(model, nn.Module) else model
     package = made_by.__module__.partition(".")[0]
-    with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+    with suppress(metadata.PackageNotFoundError, ValueError):
         found[package] = metadata.version(package)
     return found

@@ -27,9 +27,8 @@ from autopipe.frontend.transformers_adapter import initialiser
 from autopipe.ir.graph import Graph, StateSpec
 from autopipe.ir.torch_private import is_fake
 from autopipe.runtime.parameters.weights import read
-from autopipe.tracing.source import available_memory, parameter_bytes
-from autopipe.util import numbers
-from autopipe.util.host_memory import in_turn
+from autopipe.tracing.source import parameter_bytes
+from autopipe.util import host_memory, numbers
 from autopipe.util.seeding import seed as derive_seed
 
 
@@ -105,7 +104,7 @@ def _values(
         return found, origin.skeleton
     if isinstance(origin.source, nn.Module):
         return found, origin.source
-    memory = available_memory() if origin.memory is None else origin.memory
+    memory = host_memory.available() if origin.memory is None else origin.memory
     if parameter_bytes(origin.skeleton) <= memory:
         model = _build_in_turn(origin.source, origin.seed)
         unwritten.refuse_again(model, origin.skeleton)
@@ -129,7 +128,7 @@ def _on(device: torch.device | str, state: StateSpec, tensor: Tensor) -> Tensor:
 
 def _build_in_turn(factory: Factory, seed: int) -> nn.Module:
     """Build the model while no other process of this machine and user does."""
-    with in_turn(), torch.random.fork_rng(devices=[]), unwritten.marked():
+    with host_memory.in_turn(), torch.random.fork_rng(devices=[]), unwritten.marked():
         torch.manual_seed(seed)
         model = factory()
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):

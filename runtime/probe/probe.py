@@ -40,7 +40,7 @@ from autopipe.cluster.spec import LocalSpec, check_processes
 from autopipe.errors import AutopipeError, LaunchError
 from autopipe.runtime.probe import chains, microbench
 from autopipe.runtime.probe.workers import cores, measure
-from autopipe.util import codec
+from autopipe.util import codec, host_memory
 from autopipe.util.numbers import count
 from autopipe.util.progress import Say
 
@@ -279,7 +279,7 @@ def _memory(processes: int, cuda: bool) -> int:
     if cuda:
         totals = (torch.cuda.get_device_properties(i).total_memory for i in range(processes))
         return efficiency.usable(min(totals))
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes
+    return host_memory.total() // processes
 
 
 def _silent(line: str) -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from autopipe import AutopipeError, ModelError
-from autopipe.checking import fit
 from autopipe.checking.fit import Degrees, fewer_ranks, smaller_models, usual_degrees
 from autopipe.checking.subject import Smaller
+from autopipe.util import host_memory
 
 
 def degrees(pp: int, dp: int, tp: int, micro_batches: int = 4, rows: int = 2) -> Degrees:
@@ -77,13 +77,13 @@ def test_a_model_without_widths_is_checked_where_the_machine_has_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bug: 2 layers of `examples/wan` take 396 MiB, and were refused on a machine of 24 GiB."""
-    monkeypatch.setattr(fit, "available_memory", lambda: 16 * 2**30)
+    monkeypatch.setattr(host_memory, "available", lambda: 16 * 2**30)
     ways = [*smaller_models(without_widths, degrees(2, 1, 1), tokens=4096)]
     assert ways == [(Smaller(layers=2, length=64), degrees(2, 1, 1))]
 
 
 def test_what_cannot_be_made_to_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "available_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr(host_memory, "available", lambda: 8 * 2**30)
     with pytest.raises(AutopipeError, match=r"parameters take 512\.0 MiB") as refused:
         list(smaller_models(without_widths, degrees(2, 1, 1), tokens=1))
     assert "that is free is 4.0 GiB" in refused.value.message

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from autopipe.errors import ModelError
 from autopipe.frontend.construct import build_fake
 from autopipe.runtime.parameters.materialize import Origin, materialize
-from autopipe.tracing import source
-from autopipe.tracing.source import available_memory
 from autopipe.util import host_memory, numbers
 from tests.support.inprocess import Cut, cut
 from tests.support.staged import trace_model
@@ -231,18 +229,6 @@ def test_a_model_without_values() -> None:
         meta = ZOO["gpt2"].build()
     with pytest.raises(ModelError, match="built without memory"):
         own(0, meta)
-
-
-def test_the_system_says_how_much_memory_there_is() -> None:
-    assert 2**20 < available_memory() < 2**50
-
-
-def test_a_system_that_has_no_proc_says_how_much_it_has_in_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Bug: on macOS each rank of `run` and of `check` ended in a FileNotFoundError."""
-    monkeypatch.setattr(source, "MEMINFO", Path("/none/meminfo"))
-    assert 2**20 < available_memory() < 2**50
 
 
 def test_a_stage_can_be_built_only_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

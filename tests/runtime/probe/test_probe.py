@@ -5,7 +5,6 @@ Measuring takes no time here and finds round figures; `test_workers` does it wit
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from autopipe.cluster.measured import KERNELS, Found, Need
 from autopipe.cluster.spec import LocalSpec
 from autopipe.errors import AutopipeError, LaunchError
 from autopipe.runtime.probe import probe
+from autopipe.util import host_memory
 from tests.support.inprocess import measured
 
 SMALL = Need(("fp32",), ("gelu",))
@@ -75,7 +75,7 @@ def test_figures_become_a_cluster(asked: object, cache: Path) -> None:
     assert (device.kind, device.flops, device.half) == ("cpu", {"fp32": 1e10}, 16.0)
     assert (device.bandwidth, device.launch) == (1e10, 1e-6)
     assert device.kernels == {"gelu": Kernel(Pace(1e-5, 1e9), Pace(2e-5, 1e9))}
-    assert device.memory == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    assert device.memory == host_memory.total() // 4
     assert device.rough == () and "4 processes, torch" in device.source
     # 3/4 of 16 MiB go twice over the wire in a sum, once in a gathering; 4 and 3 latencies go off.
     assert found.within == found.between
@@ -277,7 +277,7 @@ def test_a_processor_beside_a_gpu_is_a_processor(
     check(found)
     assert asked == [[*FIVE, "gelu"]]
     assert (found.name, found.num_devices, found.row[0].kind) == ("cpu:2", 2, "cpu")
-    assert found.row[0].memory == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    assert found.row[0].memory == host_memory.total() // 2
 
 
 def test_a_processor_is_measured_once_with_and_without_gpus(
