@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import ModelError
 from autopipe.frontend import user_lines
-from autopipe.ir.tensors import attributes_of, tensors_in
+from autopipe.ir.tensors import attributes_of, of_constructor, tensors_in
 from autopipe.ir.torch_private import (
     constructing,
     fake_like,
@@ -50,8 +50,7 @@ _MADE: weakref.WeakKeyDictionary[nn.Module, list[_Made]] = weakref.WeakKeyDictio
 
 
 def still_real(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """The real parameters that are held somewhere still, in a list of the model's for example, each
-    with the fake one that is registered in its place."""
+    """Real parameters that are still held somewhere, as in a list, and the fake ones for them."""
     return [(real, fake) for known, fake in _MADE.get(model, ()) if (real := known()) is not None]
 
 
@@ -207,6 +206,7 @@ class _OnCPU(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(map(self._here, args[:1] if func is torch.device else args))  # no index
+        args = of_constructor(func, args) if "meta" in self.kinds else args
         kwargs = {key: self._here(arg) for key, arg in (kwargs or {}).items()}
         if func is Tensor.cuda:
             return args[0]

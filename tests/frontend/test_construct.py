@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,6 +62,28 @@ def test_nothing_is_built_for_real(build: Callable[[], nn.Module], dtype: torch.
     assert all(p.device.type == "cpu" for p in model.parameters())
     found = {n: (p.shape, p.stride()) for n, p in model.named_parameters()}
     assert found == {n: (p.shape, p.stride()) for n, p in real.named_parameters()}
+
+
+class GivenInNumpy(nn.Module):
+    """As DLRM initialises its layers: the data of parameters are set, also to other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        drawn = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+        self.body[0].weight.data = torch.tensor(drawn, requires_grad=True)
+        self.body[2].bias.data = torch.from_numpy(np.zeros(4))
+        self.body[2].weight.data = torch.ones(4, 8).t().half().t()
+
+
+def test_data_of_parameters_may_be_set_to_real_tensors() -> None:
+    model, real = build_fake(GivenInNumpy, room=lambda: 0), GivenInNumpy()
+    found, expected = (
+        {n: (t.shape, t.stride(), t.dtype, t.device) for n, t in one.state_dict().items()}
+        for one in (model, real)
+    )
+    assert found == expected
+    assert all(is_fake(p) and torch.add(p, 1).shape == p.shape for p in model.parameters())
 
 
 class Experts(nn.Module):
