@@ -66,6 +66,22 @@ def as_before(*parts: Part, holders: Sequence[Holder] | None = None) -> Iterator
                     _put_back(own, was)
 
 
+@contextmanager
+def frozen_as_before(model: nn.Module) -> Iterator[None]:
+    """Within, forward may move frozen parameters, as a teacher's; afterwards they are as they were.
+
+    What has been given other memory has its own again: `k.data = q.data` makes two names of one.
+    """
+    frozen = [p for p in model.parameters() if not p.requires_grad and not is_fake(p)]
+    before = [(own, own.data, own.detach().clone()) for own in frozen]
+    try:
+        yield
+    finally:
+        for own, memory, was in before:
+            if own.data_ptr() != memory.data_ptr() or not torch.equal(own, was):
+                own.data = memory.copy_(was)
+
+
 def _put_back(own: Tensor, was: Tensor) -> None:
     """Give a tensor its values again, and its shape: observers of torch.ao resize their buffers."""
     if own.shape != was.shape:

@@ -81,17 +81,27 @@ def check_unseen(
     )
 
 
+def leaves_out(first: Sequence[Call], second: Sequence[Call]) -> bool:
+    """Whether a second run makes the calls of a first one but for some, of which none draws: these
+    have filled a cache."""
+    return _parting(first, second) == len(second) and not _draws_left_out(first, second)
+
+
 def _check_left_out(first: Sequence[Call], second: Sequence[Call]) -> None:
     """Refuse random numbers that a first call keeps for good: a graph draws them anew."""
+    for function in _draws_left_out(first, second):
+        raise CaptureError(
+            f"the model draws random numbers in a first call ({function}) and keeps them; in a "
+            "graph each call draws its own",
+            hint="draw them in __init__, and keep them with register_buffer",
+        )
+
+
+def _draws_left_out(first: Sequence[Call], second: Sequence[Call]) -> list[str]:
     counts = Counter(call[0] for call in first)
     counts.subtract(call[0] for call in second)
-    for (function, _), count in counts.items():
-        if count > 0 and any(word in function for word in _RANDOM):
-            raise CaptureError(
-                f"the model draws random numbers in a first call ({function}) and keeps them; in a "
-                "graph each call draws its own",
-                hint="draw them in __init__, and keep them with register_buffer",
-            )
+    left = (function for (function, _), count in counts.items() if count > 0)
+    return [function for function in left if any(word in function for word in _RANDOM)]
 
 
 _RANDOM = "rand", "normal", "uniform", "bernoulli", "multinomial", "exponential", "dropout"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.eager import second_run
-from autopipe.eager.assigned_buffers import as_before, buffers_of
+from autopipe.eager.assigned_buffers import as_before, buffers_of, frozen_as_before
 from autopipe.eager.counts import Counts
 from autopipe.eager.draws import Generators
 from autopipe.eager.kept import caches_put_back, restoring
@@ -29,6 +29,10 @@ from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
 from autopipe.tracing.export import Program
 from autopipe.tracing.low_precision import parameters_in
+
+_Gradients = list[Tensor | None]
+_Way = tuple[tuple[second_run.Call, ...], _Gradients]
+"""A way there and back: the calls of torch of a forward, and the gradients."""
 
 
 @dataclass
@@ -59,10 +63,7 @@ class Measuring:
             model, program.batch, program.loss, self.specs, kept=program.kept, eager=True
         )
         rows = batches.rows_of(self.specs, self.leaves)
-        ends = [
-            self._joined([batches.slice_rows(self.specs, self.leaves, n, n + 1)] * rows)
-            for n in (0, rows - 1)
-        ]
+        ends = [self._alone(row, rows) for row in (0, rows - 1)]
         negated = {path: _negated(leaf) for path, leaf in self.leaves.items()}
         more = [] if self.others is None else [self._with(self.others())]
         first, twice, *others = (
@@ -80,6 +81,7 @@ class Measuring:
             Generators().restored(),
             replacing(torch.cond, branches.plain),
             with_loss(model, program.loss),
+            frozen_as_before(model),
         ):
             if model.training != program.training:
                 model.train(program.training)
@@ -93,6 +95,10 @@ class Measuring:
     @cached_property
     def _model(self) -> nn.Module:
         return self.real()
+
+    def _alone(self, row: int, count: int) -> dict[str, Any]:
+        """A batch of one row, so many times."""
+        return self._joined([batches.slice_rows(self.specs, self.leaves, row, row + 1)] * count)
 
     def _joined(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A batch of the rows of several ones."""
@@ -123,11 +129,19 @@ class Measuring:
         return eager(*(leaf.clone() for leaf in wanted if isinstance(leaf, Tensor)))
 
     def _check_again(self, eager: Program) -> None:
-        """Refuse a model that keeps something in plain attributes, and computes with it."""
+        """Refuse a model that keeps something in plain attributes, and computes with it.
+
+        What a first call fills, a table for a size, may be read by later ones: these leave out the
+        calls that have filled it, on these rows and on others.
+        """
         with restoring(*eager.parts) as changed:
-            first = self._there_and_back(eager)
+            first = self._there_and_back(eager, self.leaves)
             names = changed()
-            if not names or all(_same(first, other) for other in self._others_ahead(eager)):
+            if not names:
+                return
+            second, *more = self._others_ahead(eager)
+        if all(_same(second, other) for other in more):
+            if _same(first, second) or _leaves_out(first, second) and self._fills(eager):
                 return
         raise CaptureError(
             f"the model keeps {', '.join(names)} from one call to the next, and then computes "
@@ -136,25 +150,34 @@ class Measuring:
             "first call is to initialise, call the model once for in model()",
         )
 
-    def _others_ahead(self, eager: Program) -> Iterator[tuple[Hashable, list[Any]] | str]:
+    def _others_ahead(self, eager: Program) -> Iterator[_Way | str]:
         """A second run, and others far ahead if anything counts (`Counts.runs`)."""
         counts = Counts(*eager.parts)
-        yield self._there_and_back(eager)
-        yield from counts.runs(partial(self._there_and_back, eager))
+        yield self._there_and_back(eager, self.leaves)
+        yield from counts.runs(partial(self._there_and_back, eager, self.leaves))
 
-    def _there_and_back(self, eager: Program) -> tuple[Hashable, list[Tensor | None]]:
+    def _fills(self, eager: Program) -> bool:
+        """Whether other rows come to the same after a first call as they do in one."""
+        count = batches.rows_of(self.specs, self.leaves)
+        own = self._alone(count - 1, count)
+        others = own if self.others is None else self._with(self.others())
+        with restoring(*eager.parts):
+            fresh = self._there_and_back(eager, others)
+        with restoring(*eager.parts):
+            self._there_and_back(eager, self.leaves)
+            return _leaves_out(fresh, self._there_and_back(eager, others))
+
+    def _there_and_back(self, eager: Program, leaves: Mapping[str, Any]) -> _Way:
         """The calls of a forward, and gradients: a custom Function's backward may read what forward
-        has changed. Buffers are as before it."""
+        has changed. Buffers and frozen parameters are as before it."""
         parameters, found = list(eager.parameters()), []
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         try:
-            with as_before(*eager.parts):
+            with as_before(*eager.parts), frozen_as_before(self._model):
                 with torch.random.fork_rng(devices=[]):
-                    calls = second_run.calls_of(
-                        lambda: found.append(self._once(eager, self.leaves))
-                    )
+                    calls = second_run.calls_of(lambda: found.append(self._once(eager, leaves)))
                 loss = found[0][0] if isinstance(found[0], tuple) else found[0]
                 buffers = buffers_of(self._model)
                 before = {name: version(buffer) for name, buffer in buffers.items()}
@@ -180,13 +203,23 @@ def _written(name: str) -> CaptureError:
     )
 
 
-def _same(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]] | str) -> bool:
-    if isinstance(other, str):  # it has failed
+def _same(one: _Way | str, other: _Way | str) -> bool:
+    if isinstance(one, str) or isinstance(other, str):  # it has failed
         return False
-    pairs = zip(one[1], other[1], strict=True)
-    return one[0] == other[0] and all(
+    return one[0] == other[0] and _equal(one[1], other[1])
+
+
+def _leaves_out(one: _Way, other: _Way | str) -> bool:
+    """Whether another run comes to the same, and makes fewer calls for that."""
+    if isinstance(other, str):
+        return False
+    return second_run.leaves_out(one[0], other[0]) and _equal(one[1], other[1])
+
+
+def _equal(ones: _Gradients, others: _Gradients) -> bool:
+    return all(
         a is b if a is None or b is None else torch.equal(a.to_dense(), b.to_dense())
-        for a, b in pairs
+        for a, b in zip(ones, others, strict=True)
     )
 
 
