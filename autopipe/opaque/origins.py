@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import CaptureError
@@ -61,12 +62,19 @@ class Origins(TorchFunctionMode):
         """The call of a site runs within; parameters and buffers that it reads go to `states`."""
         self._site, self._states, self._given = site, states, set(map(id, given))
         self._foreign = {}
+        assigning = register_module_buffer_registration_hook(self._assigned)
         try:
             yield
             if any(version(tensor) != before for tensor, before in self._foreign.values()):
                 raise Wider(site, "it writes a tensor that it keeps")
         finally:
+            assigning.remove()
             self._site = None
+
+    def _assigned(self, module: nn.Module, name: str, buffer: Any) -> None:
+        """A module is given a buffer: `self.center = ...`; the loss has none on a rank."""
+        if self._site is not None and self._site.method == LOSS:
+            raise Wider(self._site, "it writes a tensor that it keeps")
 
     def gives(
         self, results: Sequence[Tensor], left: Mapping[str, Tensor], read: dict[str, Tensor]

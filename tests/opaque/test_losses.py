@@ -120,6 +120,32 @@ class Averages(Criterion):
         return super().forward(outputs, batch)
 
 
+class Centers(nn.Module):
+    """As DINO's loss has it: a buffer that is assigned, in a method of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, outputs, batch):
+        loss = chosen(outputs - self.center, batch)
+        self.update(outputs.detach())
+        return loss
+
+    def update(self, outputs):
+        self.center = self.center * 0.9 + outputs.mean(0) * 0.1
+
+
+class HasACriterion:
+    """A loss that is no module, and keeps one."""
+
+    def __init__(self):
+        self.criterion = Centers()
+
+    def __call__(self, outputs, batch):
+        return self.criterion(outputs, batch)
+
+
 class Weighs(Criterion):
     def __init__(self):
         super().__init__()
@@ -156,17 +182,24 @@ def counts(outputs, batch):
     ("make", "why"),
     [
         (lambda model: Averages(), "it writes a tensor that it keeps"),
+        (lambda model: Centers(), "it writes a tensor that it keeps"),
         (lambda model: Weighs(), "it reads a parameter"),
         (of, "it reads"),
         (of_an_attribute, "the loss"),
         (lambda model: counts, "it writes a tensor that it keeps"),
     ],
-    ids=["buffer", "parameter", "model", "attribute", "global"],
+    ids=["buffer", "assigned", "parameter", "model", "attribute", "global"],
 )
 def test_what_it_does_besides_is_refused(make, why):
+    """Bug: a buffer that it assigned was lost, without a word in a model too large to be run."""
     model = built(LeavesAMean)
     said = refusal(model, make(model), loss_over="micro-batch")
     assert why in said
+
+
+def test_a_loss_that_is_no_module_may_assign_no_buffer_of_one_either():
+    said = refusal(built(Net), HasACriterion(), loss_over="micro-batch")
+    assert "it writes a tensor that it keeps" in said
 
 
 def test_the_hint_says_what_a_loss_can_do():
