@@ -5,8 +5,10 @@
     self.ema = 0.9 * self.ema + 0.1 * mean      self.ema = 0.9 * self.ema + 0.1 * mean
                                                 own.copy_(self.ema)
 
-The first and the last line of the graph stand where the call of the module that owns the buffer
-begins and ends. The copy at the beginning is what autograd saves: the buffer itself changes later.
+The first and the last line of the graph stand where the call begins and ends in which the buffer
+is assigned: that of its own module, or of one around it which calls a method of that
+(`self.rms.update(x)`). The copy at the beginning is what autograd saves: the buffer itself changes
+later.
 
 A buffer that is in no checkpoint and gets another shape or dtype is a cache, as a plain attribute
 may be: what its first call computes and keeps, the graph computes in every micro-batch.
@@ -14,14 +16,17 @@ may be: what its first call computes and keeps, the graph computes in every micr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import permutations
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from autopipe.eager.holders import Holder, Part, holders_of, modules_among, tensors_of
 from autopipe.errors import CaptureError
@@ -91,33 +96,38 @@ def _put_back(own: Tensor, was: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Assigned:
-    """The names of the buffers that a run has assigned; `caches` are in no checkpoint."""
+    """The buffers that a run has assigned: `states` by name, each with the path of the module in
+    whose call; `caches` are in no checkpoint."""
 
-    states: set[str] = field(default_factory=set)
+    states: dict[str, str] = field(default_factory=dict)
     caches: set[str] = field(default_factory=set)
 
 
 @contextmanager
-def written(model: nn.Module, names: Collection[str]) -> Iterator[Assigned]:
-    """Within, the buffers `names` are written by the modules that assign them.
+def written(model: nn.Module, names: Mapping[str, str]) -> Iterator[Assigned]:
+    """Within, the buffers `names` are written at the end of the calls of the modules they are
+    assigned in (`Assigned.states`).
 
     Yields:
         what at the end has the names of the other buffers that were assigned. Each buffer is then
         the tensor that it was before.
 
     Raises:
-        CaptureError: a buffer that is no cache gets another shape or dtype, or is assigned outside
-            of the call of its own module; or it is resized, or written, and others are views of it.
+        CaptureError: a buffer that is no cache gets another shape or dtype, or is assigned in
+            another call than it was before; or it is resized, or written, and others are views of
+            it.
     """
     before, found = buffers_of(model), Assigned()
     versions = {name: version(buffer) for name, buffer in before.items()}
     shapes = {name: buffer.shape for name, buffer in before.items()}
     try:
         with ExitStack() as until:
-            for name in names:
-                path, _, leaf = name.rpartition(".")
+            calls = _Calls(model, names)
+            until.callback(register_module_buffer_registration_hook(calls.seen).remove)
+            for name, path in names.items():
+                owner, _, leaf = name.rpartition(".")
                 module = model.get_submodule(path)
-                call = _Around(module, leaf, name)
+                call = _Around(model.get_submodule(owner), leaf, name)
                 until.callback(module.register_forward_pre_hook(call.begin).remove)
                 until.callback(module.register_forward_hook(call.end).remove)
             yield found
@@ -130,14 +140,16 @@ def written(model: nn.Module, names: Collection[str]) -> Iterator[Assigned]:
         for name in changed:
             new = after.get(name)
             cache = new is not None and not _alike(new, before[name]) and name not in persistent
-            (found.caches if cache else found.states).add(name)
+            if cache:
+                found.caches.add(name)
+            else:
+                found.states[name] = calls.around.get(name, name.rpartition(".")[0])
         _check_names(model, before, after, found.states)
-        if outside := found.states & set(names):
-            name = min(outside)
+        for name in sorted(found.states.keys() & names.keys()):
             raise CaptureError(
-                f"{_owner(model, name)}: the buffer {name!r} is assigned, and not in the "
-                "forward of its own module",
-                hint="write it in place, buffer.copy_(value), or assign it in its own module",
+                f"{_owner(model, names[name])}: the buffer {name!r} is assigned here in one call, "
+                "and elsewhere in another",
+                hint="write it in place, buffer.copy_(value)",
             )
     finally:  # also after an error: the model may be traced again
         now = buffers_of(model)
@@ -151,7 +163,7 @@ def _check_shapes(
     for name, buffer in buffers.items():
         if buffer.shape != shapes[name]:
             raise CaptureError(
-                f"{_owner(model, name)}: the buffer {name!r} is resized from "
+                f"{_of(model, name)}: the buffer {name!r} is resized from "
                 f"{list(shapes[name])} to {list(buffer.shape)}, and a graph has one shape for good",
                 hint="what a first call is to initialise, call the model once for in model()",
             )
@@ -168,7 +180,7 @@ def _check_names(
         for other, buffer in before.items():
             if buffer is before[name] and after.get(other) is not after.get(name):
                 raise CaptureError(
-                    f"{_owner(model, name)}: the buffer {name!r} is assigned, and {other!r}, which "
+                    f"{_of(model, name)}: the buffer {name!r} is assigned, and {other!r}, which "
                     "was the same tensor before, is another one then",
                     hint=f"write it in place, buffer.copy_(value); or register {other!r} with a "
                     "tensor of its own: .clone()",
@@ -184,7 +196,7 @@ def _check_views(
         written = version(buffer) != versions[name] and not is_fake(buffer)
         if written and _overlap(buffer, view):
             raise CaptureError(
-                f"{_owner(model, name)}: forward writes the buffer {name!r}, and {other!r} is "
+                f"{_of(model, name)}: forward writes the buffer {name!r}, and {other!r} is "
                 "in the same memory; ranks have them as two tensors",
                 hint=f"read {other!r} from {name!r} in forward, as a view of it; or register "
                 "it with a tensor of its own: .clone()",
@@ -219,9 +231,52 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         return bool(second.any())
 
 
-def _owner(model: nn.Module, name: str) -> str:
+def _of(model: nn.Module, name: str) -> str:
     """Where the forward begins of the module that has a buffer."""
-    return begins(type(model.get_submodule(name.rpartition(".")[0])).forward)
+    return _owner(model, name.rpartition(".")[0])
+
+
+def _owner(model: nn.Module, path: str) -> str:
+    return begins(type(model.get_submodule(path)).forward)
+
+
+class _Calls:
+    """The calls in which buffers are assigned, but for those of `known`."""
+
+    def __init__(self, model: nn.Module, known: Collection[str]) -> None:
+        self.around: dict[str, str] = {}
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._known = known
+
+    def seen(self, module: nn.Module, leaf: str, buffer: Any) -> None:
+        """A buffer is assigned: the innermost call that runs is of its module, or of one around."""
+        own = self._paths.get(module)
+        name = leaf if not own else f"{own}.{leaf}"
+        if own is None or name in self._known:
+            return
+        paths = (path for path in map(self._paths.get, _called()) if path is not None)
+        inner = next((path for path in paths if _is_in(own, path)), "")
+        before = self.around.get(name, inner)
+        while not _is_in(before, inner):  # assigned twice, in two of them: in that around both
+            inner = inner.rpartition(".")[0]
+        self.around[name] = inner
+
+
+def _called() -> Iterator[nn.Module]:
+    """The modules that are being called, from the innermost one."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if (code.co_filename, code.co_name) == (_CALL.co_filename, _CALL.co_name):
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def _is_in(path: str, around: str) -> bool:
+    return not around or path == around or path.startswith(f"{around}.")
 
 
 def _alike(new: Tensor, old: Tensor) -> bool:
@@ -229,20 +284,21 @@ def _alike(new: Tensor, old: Tensor) -> bool:
 
 
 class _Around:
-    """The hooks around the calls of a module that assigns its buffer `leaf`."""
+    """The hooks around calls in which the buffer `leaf` of `owner` is assigned."""
 
-    def __init__(self, module: nn.Module, leaf: str, name: str) -> None:
+    def __init__(self, owner: nn.Module, leaf: str, name: str) -> None:
+        self._owner = owner
         self._leaf = leaf
         self._name = name
         self._own: list[Tensor] = []
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        own = getattr(module, self._leaf)
+        own = getattr(self._owner, self._leaf)
         self._own.append(own)
-        setattr(module, self._leaf, own.clone())
+        setattr(self._owner, self._leaf, own.clone())
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        own, new = self._own.pop(), getattr(module, self._leaf)
+        own, new = self._own.pop(), getattr(self._owner, self._leaf)
         if not _alike(new, own):
             raise CaptureError(
                 f"{begins(type(module).forward)}: the buffer {self._name!r} is assigned a tensor "
@@ -252,4 +308,4 @@ class _Around:
             )
         with torch.no_grad():
             own.copy_(new)
-        setattr(module, self._leaf, own)
+        setattr(self._owner, self._leaf, own)

@@ -63,7 +63,7 @@ class Program(nn.Module):
 
     Attributes:
         paths: the paths of these tensors; set by the first run.
-        assigned: the buffers that the model assigns anew; each run adds those that it finds.
+        assigned: the buffers that the model assigns anew, and in whose call; each run adds some.
         by_loss: the same of a loss that is a module.
         caches: the buffers that it fills in its first run, as `assigned_buffers` tells them.
         unsteady: the plain attributes and caches because of which a second run is another one.
@@ -92,8 +92,8 @@ class Program(nn.Module):
         self.model = model
         self.kept = kept
         self.paths: tuple[str, ...] = ()
-        self.assigned: set[str] = set()  # changed in place: export undoes what a run assigns
-        self.by_loss: set[str] = set()
+        self.assigned: set[tuple[str, str]] = set()  # changed in place: export undoes what is set
+        self.by_loss: set[tuple[str, str]] = set()
         self.caches: set[str] = set()
         self.unsteady: tuple[str, ...] = ()
         self.asked_for_others: Sequence[bool] = ()
@@ -188,9 +188,9 @@ class Program(nn.Module):
         if self._eager:
             yield
             return
-        with assigned_buffers.written(self.model, self.assigned) as more:
+        with assigned_buffers.written(self.model, dict(sorted(self.assigned))) as more:
             yield
-        self.assigned |= more.states
+        self.assigned |= {*more.states.items()}
         self.caches |= more.caches
 
     @contextmanager
@@ -198,9 +198,9 @@ class Program(nn.Module):
         if self._eager or not isinstance(self.loss, nn.Module):
             yield
             return
-        with assigned_buffers.written(self.loss, self.by_loss) as more:
+        with assigned_buffers.written(self.loss, dict(sorted(self.by_loss))) as more:
             yield
-        self.by_loss |= more.states
+        self.by_loss |= {*more.states.items()}
         self.caches |= {f"loss.{name}" for name in more.caches}
 
     @property

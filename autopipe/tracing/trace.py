@@ -326,10 +326,11 @@ class _Tracing:
         program, exported = self.program, self.captured(reads, alike)
         if program.otherwise is not None:
             raise program.otherwise
-        graph = convert(exported, program.model, self.specs, program.twins, program.assigned)
+        assigned = dict(program.assigned).keys()
+        graph = convert(exported, program.model, self.specs, program.twins, assigned)
         graph = named(graph, program.regions)
         if program.training:
-            graph = check.after("second writes", with_second_writes(graph, program.assigned))
+            graph = check.after("second writes", with_second_writes(graph, assigned))
         if self.kept is not None:
             check_operands(graph, self.kept.dtype)
             check_followers(graph, self.kept.dtype)
