@@ -8,8 +8,7 @@ hooks on what autograd saves          they may change it
 x.data = y                            a tensor of a graph is made once
 x.apply_(f)                           Python computes each element
 
-Modes that forward enters stand in `unsaid_modes`. `x.data` is read as `x.detach()`, its other name
-that a trace knows.
+Modes that forward enters stand in `unsaid_modes`. `x.data` is read as `x.detach()`.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from autopipe.ir import opaque_ops
 from autopipe.ir.tensors import (
     OwnData,
     counted,
+    in_even_parts,
     indexes_by_a_number,
     is_another_value,
     is_one_for_all,
@@ -154,6 +154,8 @@ class RefusedCalls(TorchFunctionMode):
             if counts is None:
                 raise depends_on_values(user_lines.here())
             return counts
+        if (parts := in_even_parts(func, args, kwargs or {})) is not None:
+            return parts
         refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))

@@ -213,6 +213,40 @@ def counted(
     return each.new_zeros(minlength).index_add(0, x.long(), each)
 
 
+def in_even_parts(
+    func: object, args: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[torch.Tensor, ...] | None:
+    """What `chunk` and `split` give of rows that are so many times as many as their parts.
+
+        torch.cat([x, y]).chunk(2)     of 2 b rows: b and b
+        z.split(len(x))                the same; torch would round 2 b / b, and fix b for that
+
+    None: it is another call, or no symbol is divided, or not evenly.
+    """
+    if func not in _PARTING or not args:
+        return None
+    tensor, given, dim = (*args, *named.values(), 0)[:3]
+    if "dim" in named:
+        given, dim = next((n for k, n in named.items() if k != "dim"), given), named["dim"]
+    whole = tensor.shape[dim]
+    if not isinstance(whole, torch.SymInt) or not isinstance(given, int | torch.SymInt):
+        return None
+    share = sympy.cancel(expression(whole) / _expression_of(given))
+    sizes: Any
+    if func in (torch.split, torch.Tensor.split):
+        sizes = [given] * int(share) if share.is_Integer else []
+    else:
+        sizes = [whole // given] * int(given) if share.is_integer else []
+    return torch.split(tensor, sizes, dim) if sizes else None
+
+
+_PARTING = torch.chunk, torch.Tensor.chunk, torch.split, torch.Tensor.split
+
+
+def _expression_of(size: int | torch.SymInt) -> sympy.Expr:
+    return expression(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
 def dense_strides(tensor: torch.Tensor) -> Strides:
     """The strides of a tensor's dense copy: its own where it has no gaps and no overlaps."""
     return torch.empty_like(tensor).stride()

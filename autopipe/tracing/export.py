@@ -170,13 +170,15 @@ class Program(nn.Module):
         return found if len(found) > 1 else loss
 
     def _rows(self, tensors: Sequence[Tensor]) -> Any:
-        """The rows of a batch: an integer, or export's symbol."""
+        """The rows of a batch: an integer, or export's symbol, one of all tensors from here on."""
+        rows = None
         for spec, tensor in zip(self._tensors, tensors, strict=True):
             if spec.batch_dim is not None:
                 factor, _ = sympy.sympify(dims.parse(spec.shape[spec.batch_dim])).as_coeff_Mul()
                 size = tensor.shape[spec.batch_dim]
-                return size if factor == 1 else size // int(factor)
-        return 1
+                rows = size // int(factor) if rows is None else rows
+                assert size == rows * int(factor)
+        return 1 if rows is None else rows
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -271,10 +273,8 @@ def _states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors_of(leaves: Mapping[str, Any], specs: Sequence[InputSpec]) -> list[Tensor]:
-    """The batch's tensors, with a copy of a tensor that occurs twice.
-
-    Export would merge the two into one input of the graph: labels would become the tokens.
-    """
+    """The batch's tensors, with a copy of one that occurs twice: export would merge the two into
+    one input of the graph, and labels would become the tokens."""
     return [leaves[spec.path].detach().clone() for spec in specs if spec.dtype != "python"]
 
 

@@ -1,0 +1,74 @@
+"""Rows that a model puts together and takes apart again: two views of each, a student's crops."""
+
+import pytest
+import torch
+from torch import nn
+
+import autopipe
+from tests.support.inprocess import machine
+from tests.support.odd_models import built, unlike
+
+
+class Views(nn.Module):
+    """Two views of each row go through the layers as one batch; `apart(z, n)` takes them apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        one, other = self.apart(self.layers(torch.cat([x, x.flip(1)])), len(x))
+        return one - 2 * other
+
+
+WAYS = {
+    "z.chunk(2)": lambda self, z, n: z.chunk(2),
+    "torch.chunk(z, chunks=2, dim=0)": lambda self, z, n: torch.chunk(z, chunks=2, dim=0),
+    "z.split(n)": lambda self, z, n: z.split(n),
+    "torch.split(z, n, 0)": lambda self, z, n: torch.split(z, n, 0),
+    "torch.split(z, z.shape[0] // 2)": lambda self, z, n: torch.split(z, z.shape[0] // 2),
+    "z.split([n, n])": lambda self, z, n: z.split([n, n]),
+    "z[:n], z[n:]": lambda self, z, n: (z[:n], z[n:]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_are_taken_apart(way):
+    """Bug: for `chunk` and `split` torch rounds 2 b / 2, and the number of rows was fixed by it."""
+    kind = type("Views", (Views,), {"apart": WAYS[way]})
+    assert unlike(built(kind), cuts=(2,)) == []
+
+
+class OfTwo(nn.Module):
+    """Both views come with the batch: 2 b is the sum of the rows of two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, one, other):
+        return torch.chunk(self.layers(torch.cat([one, other])), 2)
+
+
+def test_views_that_come_with_the_batch():
+    plan = autopipe.plan(
+        OfTwo,
+        lambda rows: {"one": torch.ones(rows, 6), "other": torch.zeros(rows, 6)},
+        loss=lambda views, batch: (views[0] - views[1]).square().mean(),
+        cluster=machine(2),
+        batch_size=8,
+        pp=2,
+    )
+    assert len(plan.stages) == 2 and not plan.regions
+
+
+class Thirds(Views):
+    """What does not divide for every number of rows stays torch's own: of 2 b rows 3 parts."""
+
+    def apart(self, z, n):
+        return z.chunk(3)[:2]
+
+
+def test_what_does_not_divide_is_refused_with_its_line():
+    with pytest.raises(autopipe.errors.CaptureError, match="the number of rows is fixed here"):
+        unlike(built(Thirds))
