@@ -49,6 +49,12 @@ def check_arguments(loss: Loss | None) -> None:
     Raises:
         ModelError: names what it takes.
     """
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise ModelError(
+            f"loss is the class {loss.__name__}, and not an object of it",
+            hint=f"loss = {loss.__name__}(), if it takes the model's outputs and the whole batch; "
+            f"or def loss(outputs, batch): return {loss.__name__}()(outputs, batch['y'])",
+        )
     try:
         signature = inspect.signature(loss) if loss is not None else None
     except (TypeError, ValueError):  # one written in C does not always say

@@ -42,6 +42,11 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
             built = build_fake(model, room=host_memory.available, say=say)
     if not isinstance(built, nn.Module):
         raise ModelError(f"model() gives a {type(built).__name__}, not an nn.Module")
+    if isinstance(built, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ModelError(
+            f"the model is in a {type(built).__name__}, which deals out its rows by itself",
+            hint="give what it wraps, its .module; autopipe deals rows out to replicas (--dp)",
+        )
     built = plain(built)
     _check_tensors(built)
     first: dict[tuple[int, int], str] = {}

@@ -18,13 +18,14 @@ from typing import Any
 from torch import nn
 
 from autopipe.cluster.cluster import Cluster
-from autopipe.errors import AutopipeError, RowsFixed
+from autopipe.errors import AutopipeError, ModelError, RowsFixed
 from autopipe.frontend import batch
 from autopipe.frontend.least_rows import least_rows
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.optimizer import MakeOptimizer, optimizer_factor, optimizer_named
 from autopipe.ir.blocks import find_blocks
-from autopipe.ir.dataflow import analyse
+from autopipe.ir.dataflow import analyse, gradient_values
+from autopipe.ir.graph import Graph, Ref
 from autopipe.planfile.contents import BATCH, ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.costs.precision_of import need
@@ -251,6 +252,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
     rows = request.batch_size or arguments.rows_of(inputs, example, specs, devices)
     with watch("traced"), phase("tracing"):
         trace = _traced(request, skeleton, example, specs, rows, say)
+        _check_gradient(trace.graph)
         for line in trace.facts(gpus=arguments.on_gpus(request.cluster)):
             say(line)
         if constraints.tp is not None:
@@ -306,6 +308,29 @@ def _traced(
         say(f"{place}: rows are fixed here; the graph is one of micro-batches of {size} rows alone")
         more = examples(request.inputs, example, specs)(size)
         return at(batch.some_rows(more, specs, size), symbolic=False)
+
+
+def _check_gradient(graph: Graph) -> None:
+    """Refuse a loss that trains nothing: torch itself refuses its backward."""
+    carrying = gradient_values(graph)
+    if graph.outputs[0] in carrying:
+        return
+    ends = [
+        node
+        for node in graph.nodes
+        if any(value in carrying for value in node.values())
+        and not any(Ref(node.name, n) in carrying for n in range(len(node.outputs)))
+    ]
+    if not ends:
+        raise ModelError(
+            "no parameter that is trained goes into the loss: nothing would be trained",
+            hint="parameter.requires_grad_(True) where the model is built",
+        )
+    raise ModelError(
+        f"{ends[-1].place}: no gradient comes through {ends[-1].short}() here, and the loss has "
+        "none: nothing would be trained",
+        hint="compute the loss without .detach(), torch.no_grad(), argmax, or comparing",
+    )
 
 
 def _check_loss(

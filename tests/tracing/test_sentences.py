@@ -201,3 +201,55 @@ def test_a_wrapper_that_takes_any_keyword_is_told_that_it_is_given_the_labels_to
     assert refused.value.hint.endswith(
         "A forward that takes **kwargs is given all entries of the batch: x, y"
     )
+
+
+class ArgumentOfMax(Net):
+    def forward(self, x):
+        return (super().forward(x).argmax(1, keepdim=True) == 0).float()
+
+
+class UnderNoGrad(Net):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+class AllFrozen(Net):
+    def begin(self):
+        self.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (ArgumentOfMax, "no gradient comes through argmax() here, and the loss has none"),
+        (UnderNoGrad, "no gradient comes through linear() here, and the loss has none"),
+        (AllFrozen, "no parameter that is trained goes into the loss"),
+    ],
+)
+def test_a_loss_that_would_train_nothing_is_refused(kind, why):
+    """Bug: such a model was planned, and ran step after step; torch refuses its backward."""
+    with pytest.raises(ModelError) as error:
+        planned(kind)
+    assert why in str(error.value)
+
+
+def test_a_loss_that_is_detached_is_refused_with_its_line():
+    with pytest.raises(
+        ModelError, match=r"test_sentences.py:\d+: no gradient comes through detach"
+    ):
+        planned(Net, lambda outputs, batch: square(outputs, batch).detach())
+
+
+def test_a_model_that_deals_out_its_rows_is_refused():
+    with pytest.raises(ModelError) as error:
+        bare(lambda: nn.DataParallel(built(Net)))
+    assert "the model is in a DataParallel" in str(error.value) and ".module" in error.value.hint
+
+
+def test_a_class_is_no_loss():
+    """Bug: torch's error was that of a tensor taken for its option `size_average`."""
+    with pytest.raises(ModelError) as error:
+        planned(Net, nn.MSELoss)
+    assert "loss is the class MSELoss" in str(error.value)
+    assert error.value.hint.startswith("loss = MSELoss()")
