@@ -30,7 +30,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import ModelError
 from autopipe.frontend import user_lines
-from autopipe.ir.tensors import attributes_of, of_constructor, tensors_in
+from autopipe.frontend.unwritten import OfWeights, of_constructor
+from autopipe.ir.tensors import attributes_of, tensors_in
 from autopipe.ir.torch_private import (
     constructing,
     fake_like,
@@ -92,8 +93,7 @@ class _Parts:
     """One run of a constructor.
 
     Args:
-        until: a parameter is real until it is "registered", its module is "attached", or the model
-            is "built".
+        until: when parameters turn fake: "registered", their module "attached", or all "built".
         room: the bytes that real ones may take at once.
         why: they must be real.
     """
@@ -115,6 +115,7 @@ class _Parts:
             torch.manual_seed(0)  # what depends on values is the same on every rank
             model = factory()
             if isinstance(model, nn.Module):
+                made_here.of_weights.let_go(model, self.mode)
                 self._let_go(model)
                 _MADE[model] = [*self.made.values()]
         return model
@@ -178,8 +179,7 @@ def _check_kind(name: str, parameter: nn.Parameter) -> None:
             )
 
 
-def _root(error: BaseException) -> BaseException:
-    """The first error in a chain of causes: the innermost one."""
+def _root(error: BaseException) -> BaseException:  # the innermost of a chain of causes
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -193,6 +193,7 @@ class _OnCPU(TorchFunctionMode):
     def __init__(self, kinds: Collection[str], instead: Any = None) -> None:
         super().__init__()
         self.kinds, self.instead = kinds, instead
+        self.of_weights = OfWeights() if "meta" in kinds else None
 
     def __enter__(self) -> Any:
         self._until = ExitStack()
@@ -206,12 +207,13 @@ class _OnCPU(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(map(self._here, args[:1] if func is torch.device else args))  # no index
-        args = of_constructor(func, args) if "meta" in self.kinds else args
+        args = of_constructor(func, args) if self.of_weights else args
         kwargs = {key: self._here(arg) for key, arg in (kwargs or {}).items()}
         if func is Tensor.cuda:
             return args[0]
         try:
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            return self.of_weights.noted(func, args, kwargs, made) if self.of_weights else made
         except RuntimeError as error:
             if self.instead is None or "can't allocate memory" not in str(error):
                 raise
@@ -231,12 +233,11 @@ def _is_on_gpu(tensor: Tensor) -> bool:
         return tensor.device.type == "cuda"
 
 
-def on_cpu(instead: AbstractContextManager[object] | None = None) -> TorchFunctionMode:
+def on_cpu(instead: AbstractContextManager[object] | None = None) -> Any:
     """Within, tensors asked for on the meta device or on a GPU are made on the CPU, with values.
 
     Args:
-        instead: the mode of fake tensors in which that is made which host memory has no room for,
-            as the experts of a layer in one parameter; None: torch's error is raised.
+        instead: the mode of fake tensors for what host memory has no room for; None: an error.
     """
     return _OnCPU(("meta", "cuda"), instead)
 
@@ -329,8 +330,7 @@ def _with_empty_cells(function: FunctionType) -> FunctionType:
 
 
 def _another(value: Any, memo: dict[int, Any]) -> Any:
-    """Another iterator at the same place, which then goes on by itself; what removes a hook of the
-    model's, of the copy; or the value."""
+    """An iterator at the same place, what removes the hook of the copy's; or the value."""
     if isinstance(value, torch.utils.hooks.RemovableHandle):
         return copy.deepcopy(value, memo)
     if isinstance(value, Iterator):

@@ -7,6 +7,9 @@ compares two of them can be right. torch can write nan where it would leave memo
 nan after that, nobody has written.
 
 A module that `model()` gives a second time has none of its values either.
+
+While a model is planned its parameters have no values, nor has what a constructor makes of them
+(`OfWeights`).
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
-from autopipe.ir.torch_private import is_fake
+from autopipe.ir.tensors import tensors_in
+from autopipe.ir.torch_private import fake_like, is_fake, no_function_modes, storage_key
 
 _HINT = (
     "initialise it in model(), with nn.init for example, or start from weights that have it "
@@ -113,3 +117,100 @@ def _has_nan(parameter: Tensor) -> bool:
         return False
     # A sum takes no memory; an infinite one may be nan too.
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+
+
+def of_constructor(func: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call that a constructor makes of fake parameters.
+
+    self.mask = self.weight.new_ones(8)      has values: of the parameter only the dtype goes in
+    self.weight.data = torch.from_numpy(w)   is fake: torch would lay real memory under a fake
+                                             tensor, which no op takes from then on
+    """
+    fake: Any = args[0] if args else None
+    if not isinstance(fake, Tensor) or not is_fake(fake):
+        return args
+    with no_function_modes():
+        like = torch.empty(1, dtype=fake.dtype)
+        if func in _NEW:
+            return like, *args[1:]
+        if func in _LIKE and fake.is_contiguous():
+            return like.expand(fake.shape), *args[1:]
+        if func == _SET_DATA and not is_fake(args[1]):
+            return fake, fake_like(cast(Any, fake).fake_mode, args[1].detach())
+    return args
+
+
+class OfWeights:
+    """Knows real tensors that a constructor writes values of fake parameters into.
+
+    self.anchor = torch.zeros(8, 8)
+    self.anchor.copy_(self.layer.weight)     stays as it was, for the weight has no values
+    self.double = self.anchor * 2            follows from it
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, Tensor] = {}  # by storage, which lives as long as this
+
+    def noted(self, func: Any, args: Any, named: Mapping[str, Any], made: Any) -> Any:
+        """What a call of torch gave.
+
+        Raises:
+            ValueError: it is a value of such a tensor, which is another one.
+        """
+        with no_function_modes():
+            given = [*tensors_in((args, named))]
+            if func in (*_NEW, *_LIKE) or not any(is_fake(t) or self._has(t) for t in given):
+                return made
+            if getattr(func, "__name__", "") in _READS and not any(map(is_fake, given)):
+                raise ValueError("it reads values that follow from those of a parameter")
+            target = named.get("out", args[0] if args and _writes(func) else None)
+            for tensor in tensors_in((target, made)):
+                if not is_fake(tensor):
+                    self._known[storage_key(tensor)] = tensor
+        return made
+
+    def let_go(self, model: nn.Module, mode: Any) -> None:
+        """Let those that a module keeps be fake, as its parameters are.
+
+        Raises:
+            ValueError: one is in a list or a dict.
+        """
+        for module in model.modules() if self._known else ():
+            for name, value in [*vars(module).items(), *module.named_buffers(recurse=False)]:
+                if isinstance(value, Tensor) and self._has(value):
+                    with no_function_modes():
+                        setattr(module, name, fake_like(mode, value.detach()))
+                elif name not in _TORCHS and any(map(self._has, tensors_in(value))):
+                    raise ValueError(f"{name} holds what it has made of parameters")
+
+    def _has(self, tensor: Tensor) -> bool:
+        known = bool(self._known) and not is_fake(tensor)
+        return known and storage_key(tensor) in self._known
+
+
+def _writes(func: Any) -> bool:
+    """Whether a call writes its first argument."""
+    name = str(getattr(func, "__name__", ""))
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in _IN_PLACE or func == _SET_DATA
+
+
+_READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero"} | {
+    f"__{name}__" for name in "bool float int complex index array".split()
+}
+_IN_PLACE = {"__setitem__"} | {
+    f"__i{name}__"
+    for name in "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split()
+}
+
+_NEW = (
+    Tensor.new_zeros,
+    Tensor.new_ones,
+    Tensor.new_full,
+    Tensor.new_tensor,
+)
+_LIKE = torch.zeros_like, torch.ones_like, torch.full_like
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a property, says the stub
+
+_TORCHS = frozenset(vars(nn.Module()))
+"""What every module has in its `__dict__`."""

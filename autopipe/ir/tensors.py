@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import is_dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import sympy
 import torch
@@ -85,37 +85,6 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 def _own_of_fakes() -> frozenset[str]:
     fake = fake_like(fake_mode(), torch.nn.Parameter(torch.empty(0)))
     return frozenset(vars(fake)) | {"_is_param"}
-
-
-def of_constructor(func: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a call that a constructor makes of fake parameters.
-
-    self.mask = self.weight.new_ones(8)      has values: of the parameter only the dtype goes in
-    self.weight.data = torch.from_numpy(w)   is fake: torch would lay real memory under a fake
-                                             tensor, which no op takes from then on
-    """
-    fake: Any = args[0] if args else None
-    if not isinstance(fake, torch.Tensor) or not is_fake(fake):
-        return args
-    with no_function_modes():
-        like = torch.empty(1, dtype=fake.dtype)
-        if func in _NEW:
-            return like, *args[1:]
-        if func in _LIKE and fake.is_contiguous():
-            return like.expand(fake.shape), *args[1:]
-        if func == _SET_DATA and not is_fake(args[1]):
-            return fake, fake_like(cast(Any, fake).fake_mode, args[1].detach())
-    return args
-
-
-_NEW = (
-    torch.Tensor.new_zeros,
-    torch.Tensor.new_ones,
-    torch.Tensor.new_full,
-    torch.Tensor.new_tensor,
-)
-_LIKE = torch.zeros_like, torch.ones_like, torch.full_like
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property, says the stub
 
 
 def indexes_by_a_number(index: object) -> bool:

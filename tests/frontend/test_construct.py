@@ -86,6 +86,70 @@ def test_data_of_parameters_may_be_set_to_real_tensors() -> None:
     assert all(is_fake(p) and torch.add(p, 1).shape == p.shape for p in model.parameters())
 
 
+class Anchored(nn.Module):
+    """Keeps what its weights were at first; `write(kept, weight)` writes it."""
+
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("first", torch.zeros(4, 4))
+        self.kept = torch.zeros(4, 4)
+        with torch.no_grad():
+            write(self.first, self.layer.weight)
+            write(self.kept, self.layer.weight)
+        self.double = self.kept * 2
+        self.mask = torch.ones(4)
+
+
+WRITES = {
+    "copy_": lambda kept, weight: kept.copy_(weight),
+    "a row": lambda kept, weight: kept[0].copy_(weight[0]),
+    "an item": lambda kept, weight: kept.__setitem__(0, weight[0]),
+    "+=": lambda kept, weight: kept.__iadd__(weight),
+    ".data": lambda kept, weight: kept.data.add_(weight.data),
+    "out": lambda kept, weight: torch.mul(weight, 2, out=kept),
+    "a mask": lambda kept, weight: kept.masked_fill_(weight > 0, 1),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_what_is_written_from_weights_has_no_values_as_they_have_none(way: str) -> None:
+    """Bug: it stayed as it was, and a model too large to be run computed with zeros for good."""
+    model = build_fake(lambda: Anchored(WRITES[way]), room=lambda: 0)
+    assert all(map(is_fake, (model.first, model.kept, model.double)))
+    assert not is_fake(model.mask)
+    assert dict(model.named_buffers()).keys() == {"first"}
+
+
+def test_such_values_that_python_reads_need_real_weights() -> None:
+    def build() -> nn.Module:
+        model = Anchored(WRITES["copy_"])
+        model.scale = model.kept.abs().max().item()  # type: ignore[assignment]
+        return model
+
+    said: list[str] = []
+    model = build_fake(build, say=said.append)
+    assert 0 < model.scale < 1  # type: ignore[operator]
+    assert "it reads values that follow from those of a parameter" in said[0]
+
+
+def test_a_model_that_computes_with_them_is_refused_by_name() -> None:
+    class Model(Anchored):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + (self.layer.weight - self.kept).sum()
+
+    with pytest.raises(
+        ModelError, match="keeps kept, which is no buffer and was computed from parameters"
+    ):
+        make_plan.plan(
+            lambda: Model(WRITES["copy_"]),
+            lambda rows: {"x": torch.ones(rows, 4)},
+            loss=lambda outputs, batch: outputs.mean(),
+            cluster=machine(2),
+            batch_size=8,
+        )
+
+
 class Experts(nn.Module):
     """All experts of a layer in one parameter, as DeepSeek-V3 has them: here of 4 TiB."""
 
