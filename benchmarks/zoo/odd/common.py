@@ -120,6 +120,14 @@ class Net(nn.Module):
 
 def subjects() -> Iterator[Subject]:
     """All of them; every file of this package has been imported by then."""
-    from benchmarks.zoo.odd import autograd, control, forms, layers, shapes, state  # noqa: F401
+    from benchmarks.zoo.odd import (  # noqa: F401
+        autograd,
+        control,
+        forms,
+        layers,
+        shapes,
+        state,
+        views,
+    )
 
     yield from ODD.values()
