@@ -272,7 +272,7 @@ def _called() -> Iterator[nn.Module]:
         frame = frame.f_back
 
 
-_CALL = nn.Module._call_impl.__code__
+_CALL = nn.Module.__call__.__code__
 
 
 def _is_in(path: str, around: str) -> bool:

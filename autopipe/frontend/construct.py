@@ -48,6 +48,8 @@ Factory = Callable[[], nn.Module]
 _CPU = torch.device("cpu")
 _Made = tuple[weakref.ref[nn.Parameter], nn.Parameter]
 _MADE: weakref.WeakKeyDictionary[nn.Module, list[_Made]] = weakref.WeakKeyDictionary()
+OF_VALUES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models whose constructors have read values of their weights."""
 
 
 def still_real(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -76,7 +78,7 @@ def build_fake(
     except Exception as error:  # the user's code may raise anything
         if not first.made:
             raise
-        why = f"{user_lines.of_error(_root(error))}: {_reason(error)}"
+        why = f"{user_lines.of_error(user_lines.root(error))}: {_reason(error)}"
     with in_turn():
         free = room() if room is not None else None
         model = None
@@ -118,6 +120,8 @@ class _Parts:
                 made_here.of_weights.let_go(model, self.mode)
                 self._let_go(model)
                 _MADE[model] = [*self.made.values()]
+                if self.until != "registered":
+                    OF_VALUES.add(model)
         return model
 
     @contextmanager
@@ -179,14 +183,9 @@ def _check_kind(name: str, parameter: nn.Parameter) -> None:
             )
 
 
-def _root(error: BaseException) -> BaseException:  # the innermost of a chain of causes
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 def _reason(error: BaseException) -> str:
-    return f"{type(_root(error)).__name__}: {_root(error)}".splitlines()[0]
+    root = user_lines.root(error)
+    return f"{type(root).__name__}: {root}".splitlines()[0]
 
 
 class _OnCPU(TorchFunctionMode):

@@ -101,6 +101,36 @@ def refuse_again(model: nn.Module, skeleton: nn.Module) -> None:
             )
 
 
+def refuse_others(model: nn.Module, skeleton: nn.Module, seed: int) -> None:
+    """Refuse a model that keeps other values of its weights than the one that was planned.
+
+    self.scale = float(self.layer.weight.norm())     of the weights of seed 0, while it is planned
+
+    Args:
+        model: with the weights of this run.
+        skeleton: what was traced, whose constructor has read values of its weights.
+        seed: of the weights of this run.
+
+    Raises:
+        ModelError: names the first such value.
+    """
+    for path, module in skeleton.named_modules():
+        own = vars(model.get_submodule(path))
+        for name, planned in vars(module).items():
+            found = own.get(name)
+            if isinstance(planned, Tensor) and isinstance(found, Tensor) and not is_fake(planned):
+                same = planned.shape == found.shape and torch.equal(planned, found)
+            else:
+                same = not isinstance(planned, int | float) or planned == found
+            if not same:
+                raise ModelError(
+                    f"model() computes {f'{path}.{name}'.strip('.')!r} from its weights, and with "
+                    f"those of seed {seed} it is another one than it was planned with",
+                    hint="let model() draw the same weights each time, by torch.manual_seed(0) at "
+                    f"its head; or keep it as a buffer: self.register_buffer({name!r}, ...)",
+                )
+
+
 def _said(name: str) -> str:
     """The sentence for one of them."""
     return (

@@ -72,6 +72,13 @@ def begins(function: object) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
+def root(error: BaseException) -> BaseException:
+    """The innermost of a chain of causes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def of_error(error: BaseException) -> str:
     """The innermost user's line that an exception passed through, with its source text."""
     passed = traceback.extract_tb(error.__traceback__)

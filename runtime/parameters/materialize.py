@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import ModelError
 from autopipe.frontend import unwritten
-from autopipe.frontend.construct import Factory, on_cpu
+from autopipe.frontend.construct import OF_VALUES, Factory, on_cpu
 from autopipe.frontend.transformers_adapter import initialiser
 from autopipe.ir.graph import Graph, StateSpec
 from autopipe.ir.torch_private import is_fake
@@ -108,6 +108,8 @@ def _values(
     if parameter_bytes(origin.skeleton) <= memory:
         model = _build_in_turn(origin.source, origin.seed)
         unwritten.refuse_again(model, origin.skeleton)
+        if origin.skeleton in OF_VALUES:
+            unwritten.refuse_others(model, origin.skeleton, origin.seed)
         own = (n for n, s in states.items() if s.kind == "parameter" and n not in found)
         unwritten.refuse({name: model.get_parameter(name) for name in own})
         return found, model

@@ -1,6 +1,7 @@
 """Each rank gets its own tensors, and only those, from wherever the weights are."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,35 @@ def test_a_parameter_that_nobody_initialises_would_be_another_on_each_rank() -> 
         "have it (--weights)"
     )
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+class Scaled(nn.Module):
+    """Computes with a number that it has taken of its weights, as data-dependent scales do."""
+
+    def __init__(self, *, buffer: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        norm = self.layer.weight.detach().norm()
+        if buffer:
+            self.register_buffer("scale", norm.clone())
+        self.scale_of = float(norm) if not buffer else self.layer.weight.sum().item() > 1e9
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale if hasattr(self, "scale") else self.scale_of
+        return self.layer(x).square().mean() * scale  # type: ignore[no-any-return]
+
+
+def test_a_number_that_a_constructor_computes_from_weights_is_that_of_the_plan() -> None:
+    """Bug: a plan has the number of the weights of seed 0, and `run --seed 7` trained with it."""
+
+    def kept(seed: int, *, buffer: bool) -> dict[str, Tensor]:
+        build = partial(Scaled, buffer=buffer)
+        graph = trace_model(build(), lambda rows: {"x": torch.randn(rows, 4)}).graph
+        names = [name for name in graph.states if name in ("layer.weight", "scale")]
+        return materialize(graph, names, Origin(build, build_fake(build), seed=seed))
+
+    assert kept(0, buffer=False)["layer.weight"].shape == (2, 4)
+    with pytest.raises(ModelError, match=r"'scale_of' from its weights, and with those of seed 7"):
+        kept(7, buffer=False)
+    found = kept(7, buffer=True)
+    assert torch.equal(found["scale"], found["layer.weight"].detach().norm())
