@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ def forget() -> None:
 def replace_what_cannot_be_printed() -> None:
     """Print ? for what the terminal's encoding has not: the lines of a table, under ISO-8859-1."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
+        if isinstance(stream, TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="replace")
 
 
