@@ -89,7 +89,10 @@ def test_a_model_that_does_not_run_in_fp32_is_told() -> None:
 
 
 def test_what_is_looked_at_closer() -> None:
-    """What rounding to 16 bits may hide, and nothing that is wrong."""
+    """What rounding to 16 bits may hide, and nothing that is wrong, or equal bit by bit."""
     assert may_be_hidden(in_bf16())
+    same = in_bf16(0.0)
+    norm = replace(same.rows[0], what="clipped norm")
+    assert not may_be_hidden(replace(same, rows=(replace(same.rows[0], equal=2), norm)))
     assert not may_be_hidden(comparison(1e-6))
     assert not may_be_hidden(comparison(0.04, precision="bf16"))
