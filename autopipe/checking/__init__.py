@@ -11,6 +11,7 @@ Other rooms use: `check.check_model`, `check.check_plan`, `comparison`,
     subject      what is checked, as a folder that all processes read
     fit          how much smaller a model and a mesh have to be for this machine
     shrink       a model file whose model is smaller: fewer layers, narrower, shorter rows
+    sized        the model file and its plan, as small as they have to be
     small_plan   a plan for few processes of this machine: the same cuts, or the same constraints
     split        one rank's two steps, written down
     layout       the part of a whole tensor that a rank holds, and back
@@ -19,5 +20,6 @@ Other rooms use: `check.check_model`, `check.check_plan`, `comparison`,
     compare      both, tensor by tensor                                      -> rows
     first_node   rows -> the node of the graph where the difference begins
     comparison   rows, reductions, the first node: as a value, and as data
+    second_look  once more in a wider dtype, where rounding may decide, or hide
     check        all of them in order                                        start reading here
 """

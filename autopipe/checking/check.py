@@ -168,9 +168,7 @@ class _Check:
                     "the model draws random numbers, other than dropout's, that cannot be drawn "
                     "again in one process: its split cannot be compared with it",
                     hint="check it with these random numbers switched off in model()"
-                    + (
-                        "; or at --tp 1, where each is drawn once" if first.plan.mesh.tp > 1 else ""
-                    ),
+                    + ("; or at --tp 1, where each is drawn once" if few.tp > 1 else ""),
                 ) from None
 
     def as_asked(self, smaller: Smaller, few: Degrees) -> Plan:
@@ -206,7 +204,7 @@ class _Check:
     def changed(self, case: Sized, **how: bool) -> Sized:
         """A case whose model is changed in one more way, planned again."""
         other = replace(case.smaller, **how)
-        plan = self.as_asked(other, case.degrees)
+        plan = self.made(other, case.degrees, case.precision)
         return replace(case, smaller=other, file=shrunk(self.file, other), plan=plan)
 
     def in_double(self, case: Sized) -> Sized:
@@ -216,7 +214,8 @@ class _Check:
 
     def in_fp32(self, case: Sized) -> Sized:
         """A case in fp32, planned under the same words."""
-        return replace(case, plan=self.made(case.smaller, case.degrees, "fp32"))
+        plan = self.made(case.smaller, case.degrees, "fp32")
+        return replace(case, plan=plan, precision="fp32")
 
 
 def _compare(

@@ -24,6 +24,7 @@ class Sized:
         file: made smaller.
         wanted: the degrees before they were reduced.
         degrees: those of `plan`.
+        precision: of `plan`, where that is another than was asked for.
     """
 
     file: ModelFile
@@ -31,6 +32,7 @@ class Sized:
     plan: Plan
     wanted: Degrees
     degrees: Degrees
+    precision: str | None = None
 
     @property
     def reduced(self) -> tuple[str, ...]:

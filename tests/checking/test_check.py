@@ -10,13 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from autopipe.checking.check import _Check
+from autopipe.checking.fit import Degrees
 from autopipe.checking.second_look import EXACT
+from autopipe.checking.sized import Sized
+from autopipe.checking.subject import Smaller
 from autopipe.cli import check
+from autopipe.frontend import model_file
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.launch import spawn
 from autopipe.terminal import console
 from tests.support import warm
-from tests.support.shell import Shell, changed
+from tests.support.plans import example_plan
+from tests.support.shell import NET, Shell, changed
 
 
 @pytest.fixture
@@ -507,3 +513,20 @@ def test_debug_is_asked_of_the_ranks_too(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         console.forget()
     assert given == [["check", "folder"], ["check", "folder", "--debug"]]
+
+
+def test_a_case_in_fp32_stays_so_where_it_is_planned_again(tmp_path: Path) -> None:
+    """The closer look at a plan in bf16 is one in fp32, and in fp64 where rounding decides that."""
+    planned: list[tuple[bool, str | None]] = []
+
+    def made(smaller: Smaller, few: Degrees, precision: str | None) -> Plan:
+        planned.append((smaller.double, precision))
+        return example_plan()
+
+    (tmp_path / "net.py").write_text(NET)
+    file, few = model_file.load(str(tmp_path / "net.py")), Degrees.of(example_plan())
+    one = _Check("net.py", file, made, lambda line: None, None, closer=True)
+    case = Sized(file, Smaller(), example_plan(), few, few)
+    one.in_double(case)
+    one.in_double(one.in_fp32(case))
+    assert planned == [(True, None), (False, "fp32"), (True, "fp32")]
