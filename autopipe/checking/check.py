@@ -93,7 +93,7 @@ def check_plan(
     few = fewer_ranks(wanted, written=bool(plan.programs))
     # A GPU's compiler makes other code of a graph than a CPU's, which needs one of C++ besides.
     backend = "eager" if plan.cluster.has_gpus else "inductor"
-    check = _Check(source, file, made, say, start, precision is None, backend)
+    check = CheckRun(source, file, made, say, start, precision is None, backend)
     return check.of(wanted, few)
 
 
@@ -117,7 +117,7 @@ def check_model(
         asked = _of_length(words, smaller) | (_in(other) if other else {})
         return planned(shrunk(file, smaller), few, asked, say)
 
-    check = _Check(source, file, made, say, start, closer="precision" not in words)
+    check = CheckRun(source, file, made, say, start, closer="precision" not in words)
     return check.of(degrees, fewer_ranks(degrees))
 
 
@@ -132,7 +132,7 @@ def _of_length(words: dict[str, Any], smaller: Smaller) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Check:
+class CheckRun:
     """One check: what it is of, and how a case of it is planned and compared.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopipe.checking.check import _Check
+from autopipe.checking.check import CheckRun
 from autopipe.checking.fit import Degrees
 from autopipe.checking.second_look import EXACT
 from autopipe.checking.sized import Sized
@@ -525,7 +525,7 @@ def test_a_case_in_fp32_stays_so_where_it_is_planned_again(tmp_path: Path) -> No
 
     (tmp_path / "net.py").write_text(NET)
     file, few = model_file.load(str(tmp_path / "net.py")), Degrees.of(example_plan())
-    one = _Check("net.py", file, made, lambda line: None, None, closer=True)
+    one = CheckRun("net.py", file, made, lambda line: None, None, closer=True)
     case = Sized(file, Smaller(), example_plan(), few, few)
     one.in_double(case)
     one.in_double(one.in_fp32(case))
