@@ -116,19 +116,36 @@ def refuse_others(model: nn.Module, skeleton: nn.Module, seed: int) -> None:
     """
     for path, module in skeleton.named_modules():
         own = vars(model.get_submodule(path))
-        for name, planned in vars(module).items():
-            found = own.get(name)
-            if isinstance(planned, Tensor) and isinstance(found, Tensor) and not is_fake(planned):
-                same = planned.shape == found.shape and torch.equal(planned, found)
-            else:
-                same = not isinstance(planned, int | float) or planned == found
-            if not same:
+        for name in vars(module).keys() - _TORCHS:
+            planned, found = _numbers(vars(module)[name]), _numbers(own.get(name))
+            if len(planned) != len(found) or not all(map(_same, planned, found)):
                 raise ModelError(
                     f"model() computes {f'{path}.{name}'.strip('.')!r} from its weights, and with "
                     f"those of seed {seed} it is another one than it was planned with",
                     hint="let model() draw the same weights each time, by torch.manual_seed(0) at "
                     f"its head; or keep it as a buffer: self.register_buffer({name!r}, ...)",
                 )
+
+
+def _numbers(value: object) -> list[int | float | Tensor]:
+    """The numbers and tensors in nested lists, tuples and dicts."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        return [number for one in value for number in _numbers(one)]
+    return [value] if isinstance(value, int | float | Tensor) else []
+
+
+def _same(planned: int | float | Tensor, found: int | float | Tensor) -> bool:
+    """Whether two are equal, nan to nan; a fake tensor is that of a parameter, and is any."""
+    one, other = torch.as_tensor(planned), torch.as_tensor(found)
+    if is_fake(one):
+        return True
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    wide = torch.promote_types(one.dtype, torch.float64)  # bool and integers are compared too
+    one, other = one.to_dense().to(wide), other.to_dense().to(wide)
+    return torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
 
 
 def _said(name: str) -> str:

@@ -43,8 +43,7 @@ _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "L
 
 def total() -> int:
     """Bytes of memory of this machine, or fewer where this process may have fewer of them."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([physical, *(limit for limit, _ in _limits())])
+    return min([_physical(), *(limit for limit, _ in _limits())])
 
 
 def available() -> int:
@@ -53,7 +52,11 @@ def available() -> int:
     for line in _text(SYSTEM / "proc" / "meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             free.append(int(line.split()[1]) * 1024)
-    return max(0, min([total(), *free]))
+    return max(0, min([_physical(), *free]))
+
+
+def _physical() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _limits() -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ cannot be reached any longer; and the first death is named once on each node. A 
 in good order while another one needs it for a step is named too, within 15 s. Two nodes that reach
 rank 0's but not each other are not noticed: there the time limit of the transport is what is left.
 
-Needs Linux 5.4 or later (pidfd) and a process; without one a line warns, and that limit is left.
+Needs Linux 5.4 or later (pidfd), and a process. Elsewhere a line warns, and that limit is left.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _values(
     if parameter_bytes(origin.skeleton) <= memory:
         model = _build_in_turn(origin.source, origin.seed)
         unwritten.refuse_again(model, origin.skeleton)
-        if origin.skeleton in OF_VALUES:
+        if origin.seed and origin.skeleton in OF_VALUES:  # a skeleton's weights are of seed 0
             unwritten.refuse_others(model, origin.skeleton, origin.seed)
         own = (n for n, s in states.items() if s.kind == "parameter" and n not in found)
         unwritten.refuse({name: model.get_parameter(name) for name in own})

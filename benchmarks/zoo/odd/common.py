@@ -120,7 +120,7 @@ class Net(nn.Module):
 
 def subjects() -> Iterator[Subject]:
     """All of them; every file of this package has been imported by then."""
-    from benchmarks.zoo.odd import (  # noqa: F401
+    from benchmarks.zoo.odd import (  # noqa: F401  # each fills ODD as it is imported
         autograd,
         control,
         forms,

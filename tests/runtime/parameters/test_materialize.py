@@ -280,7 +280,8 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale if hasattr(self, "scale") else self.scale_of
-        return self.layer(x).square().mean() * scale  # type: ignore[no-any-return]
+        made: Tensor = self.layer(x).square().mean() * scale
+        return made
 
 
 def test_a_number_that_a_constructor_computes_from_weights_is_that_of_the_plan() -> None:
@@ -297,3 +298,26 @@ def test_a_number_that_a_constructor_computes_from_weights_is_that_of_the_plan()
         kept(7, buffer=False)
     found = kept(7, buffer=True)
     assert torch.equal(found["scale"], found["layer.weight"].detach().norm())
+
+
+class Listed(Scaled):
+    """Keeps such numbers in a list, and others that no weight decides."""
+
+    def __init__(self, *, listed: bool) -> None:
+        super().__init__(buffer=True)
+        self.best, self.sizes = float("nan"), {"width": 4, "even": True}
+        self.order, self.wave = torch.arange(4), torch.ones(2, dtype=torch.complex64)
+        self.sums = [float(row.sum()) for row in self.layer.weight.detach()] if listed else []
+        self.eval()
+
+
+def test_a_list_of_them_is_too_and_what_no_weight_decides_is_not() -> None:
+    for listed in (False, True):
+        build = partial(Listed, listed=listed)
+        graph = trace_model(build(), lambda rows: {"x": torch.randn(rows, 4)}).graph
+        origin = Origin(build, build_fake(build).train(), seed=7)
+        if not listed:
+            assert materialize(graph, ["layer.weight"], origin)
+            continue
+        with pytest.raises(ModelError, match=r"'sums' from its weights"):
+            materialize(graph, ["layer.weight"], origin)
