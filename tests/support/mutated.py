@@ -361,7 +361,7 @@ def counted_twice() -> AbstractContextManager[Any]:
 
 @mutation("pipeline", "gradients that are not clipped")
 def unclipped() -> AbstractContextManager[Any]:
-    return patch.object(pipe, "_scale", lambda parameters, factor: None)
+    return patch.object(pipe, "multiply", lambda parameters, factor: None)
 
 
 @mutation("pipeline", "a loss that is seeded as if it were the only one")
