@@ -332,11 +332,10 @@ def _row(kind: Kind, stage: int, micro_batches: int) -> Iterator[Instruction]:
     return iter([Instruction(kind, stage, k) for k in range(micro_batches)])
 
 
-def _turns(times: int, *rows: Iterator[Instruction]) -> Iterator[Instruction]:
+def _turns(times: int, *rows: Iterator[Instruction]) -> Sequence[Instruction]:
     """So many times the next one of each row; a row that has ended is passed over."""
-    for _ in range(times):
-        for row in rows:
-            yield from itertools.islice(row, 1)
+    turns = itertools.zip_longest(*(itertools.islice(row, times) for row in rows))
+    return [instruction for turn in turns for instruction in turn if instruction is not None]
 
 
 def _at_least_one(ranks: int, micro_batches: int, chunks: int = 1) -> None:

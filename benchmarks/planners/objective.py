@@ -26,7 +26,7 @@ import numpy as np
 
 from autopipe.planfile.turns import TAKES_TURNS
 from autopipe.planners.model.block_parts import compositions
-from autopipe.planners.model.keeping_less import Holding, StageCosts, costs
+from autopipe.planners.model.keeping_less import Holding, Pricing, StageCosts
 from autopipe.planners.model.level_mixes import Numbers
 from autopipe.planners.model.places import StagePlace, places
 from autopipe.planners.model.problem import Config, Decision, Problem
@@ -50,25 +50,29 @@ def none_recomputed(place: StagePlace, largest: Bytes) -> Holding:
     return Holding(np.zeros_like(largest), place.in_flight)
 
 
-def period_costs(
+def period_pricing(
     problem: Problem,
     config: Config,
-    place: StagePlace,
     ranges: Tables,
     numbers: Numbers,
     holding: Callable[[StagePlace, Bytes], Holding] = all_recomputed,
-) -> StageCosts:
+) -> Callable[[StagePlace], StageCosts]:
     """The costs of ranges in a pipeline that is never drained: their periods."""
-    if config.pp > 1:
-        place = place._replace(before=problem.machine.link(config.dp, 0, 1))
-    found = costs(problem, config, place, ranges, numbers, holding)
-    whole = found.seconds.whole
-    if place.before is not None:
-        sent = ranges.sent + ranges.sent_gradient
-        whole = whole + sent / wire_rate(problem, config, place.before)
-    reduce = reduce_seconds(ranges, problem, config, place.group)
-    period = np.asarray(whole / place.turns + reduce / config.micro_batches)
-    return found._replace(seconds=StageSeconds(np.asarray(whole), period, 0 * reduce))
+    priced = Pricing(problem, config, ranges, numbers, holding)
+
+    def at(place: StagePlace) -> StageCosts:
+        if config.pp > 1:
+            place = place._replace(before=problem.machine.link(config.dp, 0, 1))
+        found = priced(place)
+        whole = found.seconds.whole
+        if place.before is not None:
+            sent = ranges.sent + ranges.sent_gradient
+            whole = whole + sent / wire_rate(problem, config, place.before)
+        reduce = reduce_seconds(ranges, problem, config, place.group)
+        period = np.asarray(whole / place.turns + reduce / config.micro_batches)
+        return found._replace(seconds=StageSeconds(np.asarray(whole), period, 0 * reduce))
+
+    return at
 
 
 def by_piper(after: int, of: int) -> tuple[int, int]:
@@ -82,9 +86,9 @@ def period_weights(problem: Problem, config: Config) -> tuple[float, float]:
     return 0.0, float(config.micro_batches)
 
 
-PIPER = Objective(period_costs, period_weights, lambda problem, config: 0.0)
+PIPER = Objective(period_pricing, period_weights, lambda problem, config: 0.0)
 
-GALVATRON = Objective(partial(costs, holding=none_recomputed))
+GALVATRON = Objective(partial(Pricing, holding=none_recomputed))
 
 
 class Found(NamedTuple):
@@ -148,7 +152,7 @@ def step_seconds(problem: Problem, decision: Decision, objective: Objective) -> 
         for s, place in enumerate(places(problem, config, decision.groups or range(config.pp)))
     ]
     stages = [
-        objective.costs(problem, config, place, every.at(first, end), numbers[first, end]).seconds
+        objective.pricing(problem, config, every.at(first, end), numbers[first, end])(place).seconds
         for place, first, end in zip(placed, bounds, bounds[1:], strict=False)
     ]
     of_sum, of_largest = objective.weights(problem, config)

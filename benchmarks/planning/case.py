@@ -33,13 +33,21 @@ CASES: dict[str, Case] = {
     "llama-405b": Case(
         f"{_HERE}/llama_405b.py",
         ("--cluster", "2048x8xH100-80GB", "--batch", "2048", "--precision", "bf16"),
-        25.0,
+        20.0,
         2.0,
+    ),
+    "llama-70b": Case(
+        f"{_HERE}/llama_70b.py",
+        ("--cluster", "8x8xH100-80GB", "--batch", "512", "--precision", "bf16"),
+    ),
+    "gpt-oss-120b": Case(
+        f"{_HERE}/gpt_oss_120b.py",
+        ("--cluster", "16x8xH100-80GB", "--batch", "256", "--precision", "bf16"),
     ),
     "llama-7b": Case(
         f"{_HERE}/llama_7b.py",
         ("--cluster", "1x8xH100-80GB", "--batch", "64", "--precision", "bf16"),
-        8.0,
+        6.0,
     ),
     "gemma2-9b": Case(
         f"{_HERE}/gemma2_9b.py",

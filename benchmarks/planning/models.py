@@ -18,6 +18,12 @@ LLAMAS: dict[str, dict[str, int]] = {
         **{"num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256},
         "max_position_embeddings": 131072,
     },
+    # The Llama 3 Herd of Models, table 3.
+    "llama-70b": {
+        **{"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672},
+        **{"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256},
+        "max_position_embeddings": 131072,
+    },
     # The config.json of meta-llama/Llama-2-7b-hf.
     "llama-7b": {
         **{"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008},
@@ -97,6 +103,14 @@ def gemma2() -> nn.Module:
             vocab_size=256128,
         )
     )
+
+
+def gpt_oss() -> nn.Module:
+    """gpt-oss-120b (OpenAI, 2025): 36 layers of 128 experts each, which transformers' own defaults
+    are; near and far layers take turns."""
+    import transformers
+
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(use_cache=False))
 
 
 def tokens(length: int) -> Callable[[int], dict[str, Tensor]]:

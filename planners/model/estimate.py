@@ -31,14 +31,9 @@ from autopipe.planners.model.places import (
 from autopipe.planners.model.problem import WHOLE, Config, Decision, Problem
 from autopipe.planners.model.range_tables import tables
 from autopipe.planners.model.recompute_sets import KeptLess, chosen
-from autopipe.planners.model.stage_costs import (
-    StageSeconds,
-    copying,
-    gathering,
-    stage_seconds,
-)
+from autopipe.planners.model.stage_costs import StageSeconds, stage_work
 from autopipe.planners.model.step_formula import floor_seconds, step_seconds, weights
-from autopipe.planners.model.transfers import arriving, gather_seconds, transfer_seconds
+from autopipe.planners.model.transfers import arriving
 
 
 @dataclass(frozen=True)
@@ -220,13 +215,11 @@ def _stage(
     offloaded, moving = sum(away), sum(away[-2:])
     kept = dropped + offloaded, held, moving
     parts = memory.estimate(ranges, problem, place.shared(config), place.in_flight, *kept)
-    seconds = stage_seconds(problem, config, place, ranges, extra, offloaded)
-    waits = [float(wait) for wait in gathering(problem, config, place, ranges, extra)]
-    copies = [float(wait) for wait in copying(problem, place, ranges, extra, offloaded)]
-    transfers = float(
-        transfer_seconds(ranges, problem, config, place.before)
-        + gather_seconds(ranges, problem, kind)
-    )
+    work = stage_work(problem, config, place, ranges)
+    seconds = work.seconds(extra, offloaded)
+    waits = [float(wait) for wait in work.gathering(extra)]
+    copies = [float(wait) for wait in work.copying(extra, offloaded)]
+    transfers = float(work.between + work.within)
     forward, backward = float(ranges.forward[kind]), float(ranges.backward[kind])
     exchange = float(ranges.exchange[kind]) if ranges.exchange else 0.0
     found = StageEstimate(

@@ -20,7 +20,7 @@ from autopipe.planners.model.places import StagePlace
 from autopipe.planners.model.problem import Config, Problem, splits
 from autopipe.planners.model.range_tables import Bytes, Tables
 from autopipe.planners.model.recompute_sets import RecomputeSets, recompute_sets
-from autopipe.planners.model.stage_costs import StageSeconds, stage_seconds
+from autopipe.planners.model.stage_costs import StageSeconds, StageWork, stage_work
 from autopipe.planners.model.transfers import arriving
 
 
@@ -68,36 +68,138 @@ def largest_block(place: StagePlace, largest: Bytes) -> Holding:
     return Holding(largest, place.in_flight)
 
 
-def costs(
-    problem: Problem,
-    config: Config,
-    place: StagePlace,
-    ranges: Tables,
-    numbers: Numbers,
-    holding: Callable[[StagePlace, Bytes], Holding] = largest_block,
-) -> StageCosts:
-    """The costs of ranges in a place, with the cheapest set of recomputed blocks that fits.
+class Pricing:
+    """What ranges cost in the places of a config, with the cheapest set of blocks that fits there.
+
+    Most figures of a range are the same in all places of one link and kind of device, whatever is
+    in flight there: they are worked out once, and in each place those alone of ranges that do not
+    fit as they are.
 
     Args:
-        numbers: the ranges' compositions (`planners.model.recompute_sets`).
+        ranges, numbers: the ranges, and their compositions (`planners.model.recompute_sets`).
         holding: what recomputed blocks count for in bytes. (A comparison with planners that count
             in another way passes theirs.)
     """
-    sets, ranges = sets_of(problem, config, place), arriving(ranges, problem, config, place)
-    best = _of_way(problem, config, place, ranges, numbers, 0, holding)
-    short = memory.excess(best.without, place.room) > 0
-    if sets.ways.most == 1 or not short.any():
-        return best.costs
-    # Only where something is missing may another way than the first be better.
-    some, own = ranges.only(short), numbers[short]
-    arrays = [np.array(each) for each in best.costs.arrays]
-    least = StageCosts.of([each[short] for each in arrays])
-    for way in range(1, sets.ways.most):
-        found = _of_way(problem, config, place, some, own, way, holding).costs
-        least = _nearer(found, least, place.room, sets.ways.numbers[own, way] >= 0)
-    for whole, entries in zip(arrays, least.arrays, strict=True):
-        whole[short] = entries
-    return StageCosts.of(arrays)
+
+    def __init__(
+        self,
+        problem: Problem,
+        config: Config,
+        ranges: Tables,
+        numbers: Numbers,
+        holding: Callable[[StagePlace, Bytes], Holding] = largest_block,
+    ) -> None:
+        self.problem, self.config = problem, config
+        self._ranges, self._numbers, self._holding = ranges, np.asarray(numbers), holding
+        self._known: dict[StagePlace, _Anywhere] = {}
+
+    def __call__(self, place: StagePlace) -> StageCosts:
+        """The costs of all ranges in a place."""
+        sets, anywhere = sets_of(self.problem, self.config, place), self._anywhere(place)
+        as_it_is = anywhere.costs(place)
+        short = memory.excess(as_it_is.peaks, place.room) > 0
+        if not anywhere.first_is_nothing:
+            short = np.ones_like(short)
+        if not short.any():
+            return as_it_is
+        some = anywhere.only(short)
+        least = self._of_way(place, some, 0)
+        # Only where something is missing may another way than the first be better.
+        for way in range(1, sets.ways.most):
+            found, there = self._of_way(place, some, way), sets.ways.numbers[some.numbers, way] >= 0
+            least = _nearer(found, least, place.room, there)
+        arrays = [np.array(each) for each in as_it_is.arrays]
+        for whole, entries in zip(arrays, least.arrays, strict=True):
+            whole[short] = entries
+        return StageCosts.of(arrays)
+
+    def _anywhere(self, place: StagePlace) -> _Anywhere:
+        """What the ranges cost in places that differ from this one in what is in flight."""
+        alike = place._replace(in_flight=0)
+        if alike not in self._known:
+            problem, config = self.problem, self.config
+            ranges = arriving(self._ranges, problem, config, alike)
+            sets, work = sets_of(problem, config, alike), stage_work(problem, config, alike, ranges)
+            fixed = memory.peak(memory.estimate(ranges, problem, alike.shared(config), 0))
+            each, none = ranges.saved + ranges.received, sets.first(self._numbers)
+            # Fixed by the user, the first set of blocks may run some again, or offload some.
+            free = sets.nothing_first and not sets.ways.bytes[_left(sets, self._numbers, 0)].any()
+            made, seconds = ranges.made, work.seconds(0.0)
+            self._known[alike] = _Anywhere(
+                self._numbers, work, fixed, each, made, seconds, none, free
+            )
+        return self._known[alike]
+
+    def _of_way(self, place: StagePlace, some: _Anywhere, way: int) -> StageCosts:
+        """Costs of ranges whose blocks offload in a way, with the cheapest set of the others."""
+        sets = sets_of(self.problem, self.config, place)
+        left = _left(sets, some.numbers, way)
+        offloaded = sets.ways.bytes[left]
+        held, stays = self._holding(place, sets.largest[some.numbers])
+        held = np.maximum(held - some.made, 0)  # beyond what is made anyway
+        peaks = some.held(place) - stays * offloaded + sets.ways.moving[left]
+        missing = memory.excess(peaks, place.room)
+        missing = np.where(missing > 0, missing + held, 0)
+        recomputed = sets.cheapest(left, -(-missing // max(stays, 1)))
+        saves = sets.saved(recomputed)
+        with_them = peaks - stays * saves + np.where(saves > 0, held, 0)
+        # Where nothing fits anyway, what is nearest to it.
+        recomputed = np.where(with_them < peaks, recomputed, sets.first(left))
+        seconds = some.work.seconds(sets.spent(recomputed), offloaded)
+        return StageCosts(seconds, np.minimum(with_them, peaks), recomputed)
+
+
+def costs(
+    problem: Problem, config: Config, place: StagePlace, ranges: Tables, numbers: Numbers
+) -> StageCosts:
+    """The costs of ranges in one place, as `Pricing` has them."""
+    return Pricing(problem, config, ranges, numbers)(place)
+
+
+class _Anywhere(NamedTuple):
+    """What ranges cost, however many micro-batches are in flight.
+
+    Args:
+        numbers: their compositions.
+        work: what their stages do.
+        fixed: bytes that are held whatever is in flight, before anything keeps less.
+        each: bytes that each micro-batch in flight holds.
+        made: as `Tables` has it.
+        seconds: of stages in which nothing runs again or is offloaded.
+        none: numbers of the sets of which nothing runs again.
+        first_is_nothing: whether those are the first that may be chosen.
+    """
+
+    numbers: Numbers
+    work: StageWork
+    fixed: Bytes
+    each: Bytes
+    made: Bytes
+    seconds: StageSeconds
+    none: Numbers
+    first_is_nothing: bool
+
+    def held(self, place: StagePlace) -> Bytes:
+        """Bytes that are held in a place where nothing keeps less."""
+        return np.asarray(self.fixed + place.in_flight * self.each)
+
+    def costs(self, place: StagePlace) -> StageCosts:
+        """The costs in a place where nothing keeps less."""
+        return StageCosts(self.seconds, self.held(place), self.none)
+
+    def only(self, wanted: NDArray[np.bool_]) -> _Anywhere:
+        """Those of some ranges, in a row."""
+        fixed, each, made = (whole[wanted] for whole in (self.fixed, self.each, self.made))
+        seconds = StageSeconds(*(whole[wanted] for whole in self.seconds))
+        work, none = self.work.only(wanted), self.none[wanted]
+        numbers, free = self.numbers[wanted], self.first_is_nothing
+        return _Anywhere(numbers, work, fixed, each, made, seconds, none, free)
+
+
+def _left(sets: RecomputeSets, numbers: Numbers, way: int) -> Numbers:
+    """The compositions of what is left where blocks offload in a way."""
+    left = sets.ways.numbers[numbers, way]
+    return np.where(left < 0, numbers, left)  # a range without such a way
 
 
 def _nearer(
@@ -113,44 +215,6 @@ def _nearer(
     better = there & ((beyond < before) | ((beyond == before) & shorter))
     pairs = zip(found.arrays, least.arrays, strict=True)
     return StageCosts.of([np.where(better, new, old) for new, old in pairs])
-
-
-class _OfWay(NamedTuple):
-    """Costs where so many blocks offload, and the bytes without any that keeps less."""
-
-    costs: StageCosts
-    without: Bytes
-
-
-def _of_way(
-    problem: Problem,
-    config: Config,
-    place: StagePlace,
-    ranges: Tables,
-    numbers: Numbers,
-    way: int,
-    holding: Callable[[StagePlace, Bytes], Holding],
-) -> _OfWay:
-    """Costs of ranges whose blocks offload in a way, with the cheapest set of the others."""
-    sets = sets_of(problem, config, place)
-    left = sets.ways.numbers[numbers, way]
-    left = np.where(left < 0, numbers, left)  # a range without such a way
-    offloaded = sets.ways.bytes[left]
-    without = memory.peak(memory.estimate(ranges, problem, place.shared(config), place.in_flight))
-    held, stays = holding(place, sets.largest[numbers])
-    held = np.maximum(held - ranges.made, 0)  # beyond what is made anyway
-    peaks = without - stays * offloaded + sets.ways.moving[left]
-    missing = memory.excess(peaks, place.room)
-    missing = np.where(missing > 0, missing + held, 0)
-    recomputed = sets.cheapest(left, -(-missing // max(stays, 1)))
-    saves = sets.saved(recomputed)
-    with_them = peaks - stays * saves + np.where(saves > 0, held, 0)
-    # Where nothing fits anyway, what is nearest to it.
-    recomputed = np.where(with_them < peaks, recomputed, sets.first(left))
-    seconds = stage_seconds(
-        problem, config, place, ranges, sets.spent(recomputed), offloaded=offloaded
-    )
-    return _OfWay(StageCosts(seconds, np.minimum(with_them, peaks), recomputed), without)
 
 
 def sets_of(problem: Problem, config: Config, place: StagePlace) -> RecomputeSets:

@@ -1,8 +1,9 @@
 """How many blocks of a range offload what they keep: the ways that a planner looks at.
 
 A block that offloads keeps nothing of a micro-batch on the device, and nothing of it runs again.
-The copies go beside what the stage computes (`stage_costs.copying`), so that the first blocks cost
-nothing and the others the seconds of their bytes on the link. With c seconds of what runs again,
+The copies go beside what the stage computes (`stage_costs.StageWork.copying`), so that the first
+blocks cost nothing and the others the seconds of their bytes on the link. With c seconds of what
+runs again,
 
     O bytes offloaded        max(0, O / host - F)  +  max(0, O / host - B - c)   seconds more
 

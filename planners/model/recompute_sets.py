@@ -85,7 +85,7 @@ class RecomputeSets:
         self.largest, self.ways = largest, ways
         self._most_saved, self._most_spent = most_saved, most_spent
         self._reach = int(most_saved.max()) + 1
-        self._nothing_first, self._make = nothing_first, make
+        self.nothing_first, self._make = nothing_first, make
         self._of_each: dict[int, Sets] = {}
         # One row for all sets that are made, those of a composition side by side, in the order in
         # which compositions were made; before them a set of nothing, for those that were not.
@@ -123,7 +123,7 @@ class RecomputeSets:
         kinds, needs = np.asarray(compositions), np.asarray(needed)
         beyond = needs > self._most_saved[kinds]
         found = np.array(self.first(kinds) + np.where(beyond, LAST, 0))
-        asked = ~beyond & (needs > 0) if self._nothing_first else ~beyond
+        asked = ~beyond & (needs > 0) if self.nothing_first else ~beyond
         if asked.any():  # mostly few do: only those are searched for
             kinds, needs = kinds[asked], np.maximum(needs[asked], 0)
             self._have(kinds)

@@ -56,6 +56,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopipe.cluster import efficiency
 from autopipe.cluster.collective_time import (
@@ -92,7 +93,7 @@ def exchanged(
         read: bytes of the parameters as they are read, frozen ones too.
         summed: bytes of their gradients.
     """
-    nothing, streams = np.zeros(np.shape(summed)), problem.machine.streams
+    nothing, streams = np.zeros(()), problem.machine.streams
     half = partial(half_sum, copying=problem.machine.copying)
 
     def moved(size: int | Bytes) -> Times:
@@ -141,60 +142,145 @@ class Waits(NamedTuple):
     backward: Times
 
 
-def gathering(
-    problem: Problem, config: Config, place: StagePlace, ranges: Tables, recompute: float | Times
-) -> Waits:
-    """What ZeRO-3 adds: a gather in forward; in backward another one, and gradients are scattered,
-    as by ZeRO-2. On GPUs a block is gathered while the one before it computes; the first one has
-    none before it.
-
-    Args:
-        recompute: seconds that blocks take a second time.
-    """
-    kind, group = place.group.kind, place.group
-    gathers, scatters = exchanged(ranges.gathered, ranges.summed, problem, config, group)
-    if not problem.machine.overlaps:
-        return Waits(gathers, gathers + scatters)
-    first, last = (
-        exchanged(block, 0, problem, config, group).gathers
-        for block in (ranges.opening, ranges.closing)
-    )
-    backward = ranges.backward[kind] + recompute
-    both, beside = gathers + scatters, efficiency.BESIDE
-    return Waits(
-        np.maximum(first + beside * (gathers - first), gathers - ranges.forward[kind]),
-        np.maximum(last + beside * (both - last), both - backward),
-    )
-
-
 def least_with(computing: float, moved: float, *, overlaps: bool) -> float:
     """The least seconds of computing and of what `gathering` moves, wherever it is cut."""
     lost = efficiency.BESIDE if overlaps else 1.0
     return max(computing + lost * moved, moved)
 
 
-def copying(
-    problem: Problem,
-    place: StagePlace,
-    ranges: Tables,
-    recompute: float | Times,
-    offloaded: int | Bytes,
-) -> Waits:
-    """What is left of copies to the host and back when all is computed beside which they are made.
+class StageWork(NamedTuple):
+    """What a place does for a micro-batch of ranges, whatever runs again there or is offloaded.
 
-    Where there is no link, as on a CPU, devices copy within their own memory, and wait for it.
+    `stage_work` makes it; an array that is the same for all ranges has shape ().
 
     Args:
-        recompute: seconds that blocks take a second time.
-        offloaded: bytes of a micro-batch.
+        problem, config, place: of which it is.
+        forward, backward: seconds of computing, on the place's kind of device.
+        exchanged: what ZeRO gathers and scatters.
+        opening, closing: of what is gathered the first block of a forward, and of a backward.
+        within, between: seconds of gathering what comes in parts (`transfers.gather_seconds`), and
+            on the link (`transfers.transfer_seconds`).
+        carrying: seconds of the longer of both ways over the link, where it may hide.
+        exposed: seconds of the sum of gradients that no backward hides.
     """
-    kind, host = place.group.kind, place.group.host
-    if not host:
-        each = np.asarray(offloaded / problem.machine.copying)
-        return Waits(each, each)
-    each = np.asarray(offloaded / host)
-    backward = ranges.backward[kind] + recompute
-    return Waits(np.maximum(each - ranges.forward[kind], 0), np.maximum(each - backward, 0))
+
+    problem: Problem
+    config: Config
+    place: StagePlace
+    forward: Times
+    backward: Times
+    exchanged: Exchanged
+    opening: Times
+    closing: Times
+    within: Times
+    between: Times
+    carrying: Times
+    exposed: Times
+
+    def only(self, wanted: NDArray[np.bool_]) -> StageWork:
+        """That of some ranges, in a row."""
+
+        def some(each: Times) -> Times:
+            return np.asarray(each[wanted]) if each.ndim else each
+
+        about, seconds = self[:3], self[6:]
+        computing = some(self.forward), some(self.backward)
+        return StageWork(
+            *about, *computing, Exchanged(*map(some, self.exchanged)), *map(some, seconds)
+        )
+
+    def gathering(self, recompute: float | Times) -> Waits:
+        """What ZeRO-3 adds: a gather in forward; in backward another one, and gradients are
+        scattered, as by ZeRO-2. On GPUs a block is gathered while the one before it computes; the
+        first one has none before it.
+
+        Args:
+            recompute: seconds that blocks take a second time.
+        """
+        if not self.config.scatters:
+            return Waits(np.zeros(()), np.zeros(()))
+        gathers, both = self.exchanged.gathers, sum(self.exchanged, start=np.zeros(()))
+        if not self.problem.machine.overlaps:
+            return Waits(gathers, both)
+        first, last, beside = self.opening, self.closing, efficiency.BESIDE
+        backward = self.backward + recompute
+        return Waits(
+            np.maximum(first + beside * (gathers - first), gathers - self.forward),
+            np.maximum(last + beside * (both - last), both - backward),
+        )
+
+    def copying(self, recompute: float | Times, offloaded: int | Bytes) -> Waits:
+        """What is left of copies to the host and back when all is computed beside which they are
+        made.
+
+        Where there is no link, as on a CPU, devices copy within their own memory, and wait for it.
+
+        Args:
+            recompute: seconds that blocks take a second time.
+            offloaded: bytes of a micro-batch.
+        """
+        if not np.any(offloaded):
+            return Waits(np.zeros(()), np.zeros(()))
+        host = self.place.group.host
+        if not host:
+            each = np.asarray(offloaded / self.problem.machine.copying)
+            return Waits(each, each)
+        each, backward = np.asarray(offloaded / host), self.backward + recompute
+        return Waits(np.maximum(each - self.forward, 0), np.maximum(each - backward, 0))
+
+    def seconds(self, recompute: float | Times, offloaded: int | Bytes = 0) -> StageSeconds:
+        """Those of stages with what blocks take a second time, or wait for the host.
+
+        Args:
+            recompute: seconds that blocks take a second time.
+            offloaded: bytes of a micro-batch.
+        """
+        config, place = self.config, self.place
+        computing = self.forward + self.backward + recompute
+        computing = computing + sum(self.gathering(recompute))
+        computing = computing + sum(self.copying(recompute, offloaded))
+        computing = computing + self.within
+        whole = computing + self.between
+        if config.schedule != EAGER:
+            further = whole
+        else:
+            further = np.maximum(computing, self.carrying)
+        taken = -(-config.micro_batches // place.turns)  # by the rank that has most
+        period = np.asarray(further * (taken / config.micro_batches))
+        return StageSeconds(whole, period, self.exposed)
+
+
+def stage_work(problem: Problem, config: Config, place: StagePlace, ranges: Tables) -> StageWork:
+    """What a place does for ranges.
+
+    Args:
+        ranges: as what they receive arrives (`transfers.arriving`).
+    """
+    kind, group, before = place.group.kind, place.group, place.before
+    opening, closing = (
+        exchanged(block, 0, problem, config, group).gathers
+        for block in (ranges.opening, ranges.closing)
+    )
+    carrying = np.zeros(())
+    if config.schedule == EAGER and before is not None:
+        rate = wire_rate(problem, config, before)
+        carrying = np.maximum(ranges.received, ranges.received_gradient) / rate
+    # Split backwards are put off until all stages end together, and nothing hides behind another.
+    hidden = 0.0 if splits(problem, config.schedule) else ranges.earlier
+    return StageWork(
+        problem,
+        config,
+        place,
+        ranges.forward[kind],
+        ranges.backward[kind],
+        exchanged(ranges.gathered, ranges.summed, problem, config, group),
+        opening,
+        closing,
+        gather_seconds(ranges, problem, kind),
+        transfer_seconds(ranges, problem, config, before),
+        carrying,
+        np.maximum(reduce_seconds(ranges, problem, config, group) - hidden, 0.0),
+    )
 
 
 def stage_seconds(
@@ -205,26 +291,5 @@ def stage_seconds(
     recompute: float | Times,
     offloaded: int | Bytes = 0,
 ) -> StageSeconds:
-    """The seconds of a stage, with those that blocks take a second time or wait for the host.
-
-    Args:
-        ranges: as what they receive arrives (`transfers.arriving`).
-    """
-    kind = place.group.kind
-    computing = ranges.forward[kind] + ranges.backward[kind] + recompute
-    computing += sum(gathering(problem, config, place, ranges, recompute))
-    computing += sum(copying(problem, place, ranges, recompute, offloaded))
-    computing += gather_seconds(ranges, problem, kind)
-    whole = computing + transfer_seconds(ranges, problem, config, place.before)
-    reduce = reduce_seconds(ranges, problem, config, place.group)
-    if config.schedule != EAGER or place.before is None:
-        further = computing if config.schedule == EAGER else whole
-    else:
-        rate = wire_rate(problem, config, place.before)
-        carrying = np.maximum(ranges.received, ranges.received_gradient) / rate
-        further = np.maximum(computing, carrying)
-    # Split backwards are put off until all stages end together, and nothing hides behind another.
-    hidden = 0.0 if splits(problem, config.schedule) else ranges.earlier
-    taken = -(-config.micro_batches // place.turns)  # by the rank that has most
-    period = np.asarray(further * (taken / config.micro_batches))
-    return StageSeconds(whole, period, np.maximum(reduce - hidden, 0.0))
+    """The seconds of a stage, as `StageWork.seconds` has them of `stage_work` these ranges."""
+    return stage_work(problem, config, place, ranges).seconds(recompute, offloaded)

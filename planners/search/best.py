@@ -31,7 +31,7 @@ from autopipe.planners.search.alternatives import alternative, alternatives_of, 
 from autopipe.planners.search.bound import bounds
 from autopipe.planners.search.descent import TOLERANCE
 from autopipe.planners.search.relax import limitless, would_fit
-from autopipe.planners.search.room_bound import left_over
+from autopipe.planners.search.room_bound import ruled_out
 from autopipe.util.numbers import VISIBLE
 from autopipe.util.progress import phase
 
@@ -116,7 +116,8 @@ def best_answer(
     if problem.tp == 1 or not incumbents:
         rest = {f: least[f] for f in least if f[:2] == alone and f not in looked.scored}
         looked = looked.and_of(_tried(problem, choice, rest, 1, (), thorough))
-    scored = looked.scored
+    scored, free = looked.scored, least
+    least = {**least, **looked.too_slow}  # in their order
     best = _best(least, scored)
     untried = [config for config in least if config not in scored and config not in looked.too_full]
     next_up = min(untried, key=lambda config: least[config], default=None)
@@ -134,7 +135,7 @@ def best_answer(
         scored[config] = _score(problem, choice(problem, config))
     step = best.estimate.step_seconds
     wins = step <= min(incumbents, default=math.inf)
-    roomy = _without_limit(problem, choice, least, step) if wins else None
+    roomy = _without_limit(problem, choice, free, step) if wins else None
     return Answer(
         decision=best.decision,
         estimate=best.estimate,
@@ -183,14 +184,17 @@ class _Looked(NamedTuple):
         scored: those that were searched.
         too_full: those ruled out by the memory bound, with the number of units that fit on no
             stage.
+        too_slow: those in which what fits takes longer than these seconds.
     """
 
     scored: dict[Config, Scored]
     too_full: dict[Config, int]
+    too_slow: dict[Config, float]
 
     def and_of(self, other: _Looked) -> _Looked:
         """Both together."""
-        return _Looked(self.scored | other.scored, self.too_full | other.too_full)
+        scored, too_full = self.scored | other.scored, self.too_full | other.too_full
+        return _Looked(scored, too_full, self.too_slow | other.too_slow)
 
 
 def _tried(
@@ -204,15 +208,21 @@ def _tried(
     """Configs by their bounds, until none of the so many best meshes can be another."""
     scored: dict[Config, Scored] = {}
     too_full: dict[Config, int] = {}
+    too_slow: dict[Config, float] = {}
     quickest: dict[PipelineDegrees, float] = {}
     # It ends when none that is left can win: no share of all tells how much longer it takes.
     with phase(f"searching up to {len(least):,} meshes and schedules") as done:
         for config in sorted(least, key=lambda config: least[config]):
-            if _outdone(least[config], (*incumbents, *quickest.values()), meshes):
+            known = (*incumbents, *quickest.values())
+            if _outdone(least[config], known, meshes):
                 break
             done()
-            if not thorough and (units := left_over(problem, config)):
-                too_full[config] = units
+            slowest = _slowest(known, meshes)
+            if not thorough and (out := ruled_out(problem, config, slowest)):
+                if out.ever:
+                    too_full[config] = out.units
+                else:
+                    too_slow[config] = slowest * (1 + TOLERANCE)
                 continue
             decision = choice(problem, config)
             if decision is None:
@@ -222,13 +232,17 @@ def _tried(
             if found.estimate.fits:
                 step = found.estimate.step_seconds
                 quickest[found.mesh] = min(step, quickest.get(found.mesh, math.inf))
-    return _Looked(scored, too_full)
+    return _Looked(scored, too_full, too_slow)
 
 
 def _outdone(seconds: float, known: Iterable[float], meshes: int) -> bool:
     """Whether so many meshes are known to take less."""
-    best = sorted(known)[meshes - 1 : meshes]
-    return bool(best) and seconds > best[0] * (1 + TOLERANCE)
+    return seconds > _slowest(known, meshes) * (1 + TOLERANCE)
+
+
+def _slowest(known: Iterable[float], meshes: int) -> float:
+    """Seconds of the slowest of the best so many meshes; infinite where fewer are known."""
+    return next(iter(sorted(known)[meshes - 1 : meshes]), math.inf)
 
 
 def out_of_the_best_two(seconds: float, incumbents: Sequence[float]) -> bool:

@@ -12,11 +12,15 @@ import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopipe.planners.model.places import stages_of
 from autopipe.planners.model.problem import Config, Problem
 from autopipe.planners.model.stage_costs import exchanged, least_with
 from autopipe.planners.model.step_formula import weights
 from autopipe.planners.search.configs import configs
+from autopipe.planners.search.descent import TOLERANCE
 
 Weights = Callable[[Problem, Config], tuple[float, float]]
 
@@ -37,7 +41,30 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
     Args:
         weights: of the sum and of the largest of the stages in the step.
     """
-    whole = _whole_seconds(problem, config.microbatch_rows(problem.batch))
+    of_sum, of_largest = weights(problem, config)
+    stages = config.pp if config.turns else stages_of(problem, config)
+    return _through(problem, config) * (of_sum + of_largest / stages)
+
+
+def longest_period(problem: Problem, config: Config, step: float) -> float:
+    """Seconds of a micro-batch in the slowest stage, at most, where a step takes so long at most.
+
+    A step that is longer by no more than `descent.TOLERANCE` counts as equal.
+    """
+    of_sum, of_largest = weights(problem, config)
+    if of_largest <= 0:  # the largest is no part of the step
+        return math.inf
+    return (step * (1 + TOLERANCE) - of_sum * _through(problem, config)) / of_largest
+
+
+def seconds_before(problem: Problem, config: Config) -> NDArray[np.float64]:
+    """Seconds of a micro-batch in the units before each unit, at least: shape (units + 1,)."""
+    return np.cumsum((0.0, *_quickest(problem, config.microbatch_rows(problem.batch))))
+
+
+def _through(problem: Problem, config: Config) -> float:
+    """Seconds of a micro-batch through all units and back, with what ZeRO moves in each."""
+    whole = math.fsum(_quickest(problem, config.microbatch_rows(problem.batch)))
     if config.scatters and problem.machine.alike:
         held = sum(parameter.bytes for parameter in problem.parameters)
         low = held - sum(copy.bytes for copy in problem.copies)
@@ -47,17 +74,12 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
         own = exchanged(read, summed, problem, config, group)
         waiting = float(2 * own.gathers + own.scatters)
         whole = least_with(whole, waiting, overlaps=problem.machine.overlaps)
-    of_sum, of_largest = weights(problem, config)
-    stages = config.pp if config.turns else stages_of(problem, config)
-    return whole * (of_sum + of_largest / stages)
+    return whole
 
 
 @lru_cache(maxsize=256)
-def _whole_seconds(problem: Problem, rows: int) -> float:
-    """Seconds of a micro-batch, forward and backward, each unit on the device it likes best."""
+def _quickest(problem: Problem, rows: int) -> tuple[float, ...]:
+    """Seconds of a micro-batch in each unit, forward and backward, on the device it likes best."""
     profile = problem.profile(rows)
-    quickest = (
-        map(min, zip(*profile.forward, strict=True)),
-        map(min, zip(*profile.backward, strict=True)),
-    )
-    return math.fsum(seconds for kind in quickest for seconds in kind)
+    forward, backward = (zip(*way, strict=True) for way in (profile.forward, profile.backward))
+    return tuple(min(f) + min(b) for f, b in zip(forward, backward, strict=True))

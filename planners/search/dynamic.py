@@ -50,6 +50,8 @@ from autopipe.planners.search.descent import Arc, Array, GroupsUsed, Layers, Sta
 from autopipe.planners.search.descent import fastest as fastest_path
 from autopipe.planners.search.device_orders import Classes, classes
 
+CostsAt = Callable[[StagePlace], keeping_less.StageCosts]
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -58,14 +60,12 @@ class Objective:
     The planner's own is `STEP`. A comparison with other planners searches by what they minimise.
 
     Args:
-        costs: of all ranges of units in a place, with their compositions.
+        pricing: of ranges of units and their compositions, what they cost in a place.
         weights: of T and of M in what is minimised, the sum and the largest of the stages.
         floor: seconds that M counts as at least.
     """
 
-    costs: Callable[[Problem, Config, StagePlace, Tables, Numbers], keeping_less.StageCosts] = (
-        keeping_less.costs
-    )
+    pricing: Callable[[Problem, Config, Tables, Numbers], CostsAt] = keeping_less.Pricing
     weights: Callable[[Problem, Config], tuple[float, float]] = step_formula.weights
     floor: Callable[[Problem, Config], float] = step_formula.floor_seconds
 
@@ -149,9 +149,14 @@ def costing(problem: Problem, config: Config, objective: Objective) -> Callable[
     empty = units[:, None] >= units[None, :]
 
     @cache
+    def of(first: bool, last: bool) -> CostsAt:
+        which = _ranges(first, last)
+        return objective.pricing(problem, config, ranges.some(which), numbers[which])
+
+    @cache
     def priced(place: StagePlace, first: bool = False, last: bool = False) -> Priced:
         which = _ranges(first, last)
-        found = objective.costs(problem, config, place, ranges.some(which), numbers[which])
+        found = of(first, last)(place)
         beyond = memory.excess(found.peaks, place.room)
         misfit = (beyond > 0) | empty[which]
 

@@ -26,7 +26,7 @@ from autopipe.planners.model.places import StagePlace, places, profile_of, stage
 from autopipe.planners.model.problem import WHOLE, Again, Config, Decision, Problem, splits
 from autopipe.planners.model.range_tables import Bytes, Times, tables
 from autopipe.planners.model.recompute_sets import KeptLess
-from autopipe.planners.model.stage_costs import StageSeconds, stage_seconds
+from autopipe.planners.model.stage_costs import StageSeconds, stage_work
 from autopipe.planners.model.step_formula import floor_seconds, step_seconds, weights
 from autopipe.planners.model.transfers import arriving
 from autopipe.planners.search.best import Answer, best_answer
@@ -160,7 +160,7 @@ class _StageRanges:
         profile = profile_of(problem, config.dp, config.micro_batches)
         assert profile is not None, "a config has a profile"
         ranges = arriving(tables(problem, profile), problem, config, place)
-        kind = place.group.kind
+        kind, work = place.group.kind, stage_work(problem, config, place, ranges)
         self._sets = _sets(problem, config, place)
         may = {again for blocks in self._sets for again in blocks}
         saves = {again: _parts(problem, profile.rows, kind, again) for again in may}
@@ -179,7 +179,7 @@ class _StageRanges:
             shared = place.shared(config)
             peaks = memory.peak(memory.estimate(ranges, problem, shared, place.in_flight, *less))
             beyond = np.maximum(memory.excess(peaks, place.room), 0)
-            mine = *stage_seconds(problem, config, place, ranges, extra, offloaded), beyond
+            mine = *work.seconds(extra, offloaded), beyond
             if best is None:
                 best = mine
                 continue

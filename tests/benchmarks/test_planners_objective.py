@@ -28,7 +28,7 @@ from benchmarks.planners.objective import (
     all_recomputed,
     fastest,
     none_recomputed,
-    period_costs,
+    period_pricing,
     period_weights,
 )
 from tests.support.problems import line, rich_problem
@@ -62,7 +62,7 @@ def test_all_micro_batches_pay_for_the_sum_of_gradients() -> None:
     (place,) = places(problem, config, (0,))
     ranges = tables(problem, problem.profiles[0]).at(0, 1)
     numbers = compositions(problem).number[0, 1]
-    found = period_costs(problem, config, place, ranges, numbers).seconds
+    found = period_pricing(problem, config, ranges, numbers)(place).seconds
     assert (found.whole, found.period, found.exposed) == (3, 3 + 100 / 2, 0)
     assert period_weights(problem, config) == (0, 2)
 
@@ -122,8 +122,8 @@ def brute_force(problem: Problem, held: str) -> float:
 @pytest.mark.parametrize("held", ["one", "all", "none"])
 def test_a_pipeline_that_is_never_drained_is_planned_exactly(held: str) -> None:
     """Whatever of the recomputed blocks is counted as held."""
-    costs = partial(period_costs, holding=HOLDING[held])
-    objective = Objective(costs, period_weights, lambda problem, config: 0.0)
+    pricing = partial(period_pricing, holding=HOLDING[held])
+    objective = Objective(pricing, period_weights, lambda problem, config: 0.0)
     planned = 0
     for seed in range(40):
         problem = rich_problem(seed)

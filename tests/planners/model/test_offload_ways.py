@@ -25,7 +25,7 @@ from autopipe.planners.model.problem import (
 )
 from autopipe.planners.model.range_tables import tables
 from autopipe.planners.model.recompute_sets import chosen
-from autopipe.planners.model.stage_costs import copying, stage_seconds
+from autopipe.planners.model.stage_costs import stage_seconds, stage_work
 from tests.support.problems import line, machine
 
 STAGE = Config(1, 1, 8, 0, "1f1b")
@@ -123,7 +123,7 @@ def test_what_is_asked_for_is_offloaded_and_nothing_else() -> None:
     without, place = on(problem, 10**6, 0.0, 8)
     without = replace(without, machine=replace(without.machine, copying=100.0))
     every = tables(without, without.profiles[0]).at(0, 4)
-    assert copying(without, place, every, 0.0, 200) == (2, 2)
+    assert stage_work(without, STAGE, place, every).copying(0.0, 200) == (2, 2)
 
 
 def test_those_that_offload_are_spread_and_the_last_is_among_them_only_if_all_are() -> None:

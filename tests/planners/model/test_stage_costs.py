@@ -13,7 +13,14 @@ from autopipe.cluster.efficiency import BESIDE
 from autopipe.planfile.parts import Memory
 from autopipe.planners.model import memory
 from autopipe.planners.model.block_parts import compositions
-from autopipe.planners.model.keeping_less import Holding, StageCosts, costs, largest_block, sets_of
+from autopipe.planners.model.keeping_less import (
+    Holding,
+    Pricing,
+    StageCosts,
+    costs,
+    largest_block,
+    sets_of,
+)
 from autopipe.planners.model.places import StagePlace, in_flights, place_of
 from autopipe.planners.model.problem import (
     Again,
@@ -27,9 +34,9 @@ from autopipe.planners.model.problem import (
 from autopipe.planners.model.range_tables import Bytes, Tables, tables
 from autopipe.planners.model.stage_costs import (
     exchanged,
-    gathering,
     reduce_seconds,
     stage_seconds,
+    stage_work,
     transfer_seconds,
 )
 from tests.support.problems import machine, rich_problem
@@ -198,7 +205,7 @@ def test_zero_2_scatters_in_every_micro_batch_and_gathers_once() -> None:
     place = given(PROBLEM, config, 1)
     once = 3 / 4 * 150 / 4 + 3 * 0.25 + 3 * 150 / PROBLEM.machine.copying
     assert exchanged(150, 150, PROBLEM, config, place.group) == (0, once)
-    assert gathering(PROBLEM, config, place, ranges(), 0.0) == (0, once)
+    assert stage_work(PROBLEM, config, place, ranges()).gathering(0.0) == (0, once)
     assert reduce_seconds(ranges(), PROBLEM, config, place.group) == once
     assert stage_seconds(PROBLEM, config, place, ranges(), 0.0)[0] == 20.5 + once
     alone = TWO_STAGES._replace(zero=2)
@@ -219,10 +226,10 @@ def test_on_gpus_zero_3_gathers_while_devices_compute() -> None:
     assert 0 < first < once and 0 < last < once
     forward, backward = (float(table[0]) for table in (unit.forward, unit.backward))
     slowed = first + BESIDE * (once - first), last + BESIDE * (2 * once - last)
-    waiting = gathering(gpus, config, place, unit, 0.0)
+    waiting = stage_work(gpus, config, place, unit).gathering(0.0)
     assert waiting == (max(slowed[0], once - forward), max(slowed[1], 2 * once - backward))
-    assert gathering(gpus, config, place, unit, 2 * once) == (waiting.forward, slowed[1])
-    assert gathering(PROBLEM, config, place, unit, 0.0) == (once, 2 * once)
+    assert stage_work(gpus, config, place, unit).gathering(2 * once) == (waiting.forward, slowed[1])
+    assert stage_work(PROBLEM, config, place, unit).gathering(0.0) == (once, 2 * once)
 
 
 def test_what_all_devices_of_a_stage_send_takes_turns_on_a_shared_link() -> None:
@@ -306,7 +313,7 @@ def all_of_it(
     place = place_of(problem, config, in_flight, 0, None)
     every = ranges(problem, 0, problem.units)
     numbers = compositions(problem).number[0, problem.units]
-    return costs(problem, config, place, every, numbers, holding)
+    return Pricing(problem, config, every, numbers, holding)(place)
 
 
 @pytest.mark.parametrize(

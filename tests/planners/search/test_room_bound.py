@@ -11,7 +11,7 @@ from autopipe.planners.model.estimate import estimate
 from autopipe.planners.model.problem import Config, Constraints, Crossing, Problem, Saved
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.dynamic import choose
-from autopipe.planners.search.room_bound import left_over
+from autopipe.planners.search.room_bound import RuledOut, left_over, ruled_out
 from tests.support.long import sampled, share
 from tests.support.problems import line, random_problem, rich_problem
 
@@ -75,3 +75,35 @@ def test_what_is_told_to_have_no_room_has_none(make) -> None:
                 told += 1
                 assert not estimate(problem, choose(problem, config)).fits
     assert told > share(100, of=3)
+
+
+@pytest.mark.parametrize("make", [random_problem, rich_problem], ids=["plain", "rich"])
+def test_what_is_told_to_be_too_slow_is_or_has_no_room(make) -> None:
+    """Of limits around the step of the best cuts: none is said to be missed that they meet.
+
+    60 problems of each kind; 20 by default.
+    """
+    told = 0
+    for seed in sampled(range(60), of=3):
+        problem: Problem = make(seed)
+        try:
+            every = configs(problem)
+        except InfeasibleError:
+            continue
+        for config in every:
+            found = estimate(problem, choose(problem, config))
+            assert not found.fits or not ruled_out(problem, config, found.step_seconds)
+            for share_of_it in (0.7, 0.9, 0.999):
+                if ruled_out(problem, config, share_of_it * found.step_seconds):
+                    told += found.fits
+    assert told > share(1000, of=3)
+
+
+def test_uneven_cuts_that_fit_may_be_too_slow() -> None:
+    """Four units of a second; the first of two stages holds two micro-batches, the last one. Only
+    one unit fits on the first, and three units on the last make a step of 4 + 3 seconds."""
+    problem = line((1.0,) * 4, batch=2, saved=100, parameter=0, memory=320)
+    config = Config(2, 1, 2, 0, "1f1b")
+    assert estimate(problem, choose(problem, config)).step_seconds == 7.0
+    assert ruled_out(problem, config) is None and ruled_out(problem, config, 7.0) is None
+    assert ruled_out(problem, config, 6.9) == RuledOut(1, ever=False)
