@@ -116,7 +116,7 @@ def _one(
         leave()
         inside.append(site)
         try:
-            return module(*args, **kwargs) if whole else own(*args, **kwargs)
+            return _called(module)(*args, **kwargs) if whole else own(*args, **kwargs)
         finally:
             inside.pop()
             enter()
@@ -149,7 +149,13 @@ def _one(
 def call(model: nn.Module, site: Site) -> Callable[..., Any]:
     """The call of a site: the module with its hooks, or the method."""
     module = model.get_submodule(site.module)
-    return module if site.method == WHOLE else _method(module, site.method)
+    return _called(module) if site.method == WHOLE else _method(module, site.method)
+
+
+def _called(module: nn.Module) -> Callable[..., Any]:
+    """The call as torch has it, of forward and hooks: a `__call__` of the module's class is around
+    what stands in for that."""
+    return functools.partial(nn.Module.__call__, module)
 
 
 def _method(module: nn.Module, name: str) -> Callable[..., Any]:

@@ -78,6 +78,19 @@ class ModuleHook(Net):
         self.middle.register_full_backward_hook(lambda m, i, o: (3 * i[0],))
 
 
+class Doubling(nn.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class CallOfItsOwn(Net):
+    """A hook on gradients of a module whose class has a `__call__` of its own."""
+
+    def begin(self):
+        self.middle = Doubling(8, 8)
+        self.middle.register_full_backward_hook(lambda m, i, o: (3 * i[0],))
+
+
 class OldHook(Net):
     def begin(self):
         self.middle.register_backward_hook(lambda m, i, o: i)
@@ -271,6 +284,7 @@ WORK = [
     InnerGradient,
     TensorHook,
     ModuleHook,
+    CallOfItsOwn,
     OldHook,
     SomeRows,
     Experts,
