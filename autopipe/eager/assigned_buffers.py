@@ -91,6 +91,9 @@ def _put_back(own: Tensor, was: Tensor) -> None:
     """Give a tensor its values again, and its shape: observers of torch.ao resize their buffers."""
     if own.shape != was.shape:
         own.resize_(was.shape)
+    for dim, stride in enumerate(own.stride() if own.layout == torch.strided else ()):
+        if not stride and own.shape[dim]:  # expanded: its entries are one in memory
+            own, was = own.narrow(dim, 0, 1), was.narrow(dim, 0, 1)
     own.copy_(was)
 
 

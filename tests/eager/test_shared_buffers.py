@@ -180,3 +180,20 @@ def test_a_buffer_that_is_resized_is_refused_until_it_has_its_size():
     assert "the buffer 'low' is resized from [0] to [8]" in said
     assert "call the model once for in model()" in said
     assert unlike(built(Observed), cuts=["relu/1"]) == []
+
+
+class Expanded(Net):
+    """Several entries of a buffer are one in memory, which no op writes."""
+
+    def begin(self):
+        self.register_buffer("scale", torch.full((1,), 0.5).expand(8))
+        self.register_buffer("places", torch.arange(8.0).expand(3, 8))
+
+    def inside(self, hidden):
+        return self.middle(hidden) * self.scale + self.places[1]
+
+
+def test_a_buffer_may_be_an_expanded_tensor():
+    """Bug: what put its values back ended planning in torch's own words."""
+    planned(built(Expanded))
+    assert unlike(built(Expanded), cuts=["relu/1"]) == []
