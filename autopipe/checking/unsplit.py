@@ -320,4 +320,6 @@ def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
 
 
 def _cloned(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    """Copies; one buffer under two names has one copy."""
+    made = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
+    return {name: made[id(buffer)] for name, buffer in buffers.items()}

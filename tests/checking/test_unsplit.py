@@ -134,3 +134,52 @@ def test_replicas_and_references_have_their_own_tensors_that_are_no_buffers() ->
     for rows in (batch["x"][:2], batch["x"][2:4]):
         total += alone(model(rows), {}).detach() / 2
     assert [float(step.loss) for step in found] == [float(total)] * 2
+
+
+class Half(nn.Module):
+    """It centres by the mean of all that it and the other half have seen."""
+
+    mean: Tensor
+
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.register_buffer("mean", mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.up(x)
+        self.mean.lerp_(found.detach().mean(0), 0.5)
+        return found - self.mean
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        mean = torch.zeros(8)
+        self.one, self.other = Half(mean), Half(mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.other(self.one(x).tanh())
+        return found.square().mean()
+
+
+def test_a_buffer_of_two_modules_stays_one() -> None:
+    """Bug: a right plan differed, for from the first micro-batch on the model had two of them."""
+    file = ModelFile("net.py", Halves, rows_of, None, None, None, None, None)
+    plan = make_plan.plan(
+        Halves,
+        rows_of,
+        loss_over="micro-batch",
+        cluster=machine(1),
+        batch_size=8,
+        micro_batches=2,
+    )
+    batch, unsplit = rows_of(8), Unsplit(file, plan, RandomNodes, None)
+    mean = unsplit.step(batch, 1.0).buffers[0]["one.mean"]
+    model = unsplit.model
+    assert model.get_buffer("one.mean") is model.get_buffer("other.mean")
+    torch.manual_seed(0)
+    alone = Halves()
+    for part in batch["x"].split(4):
+        alone(part)
+    torch.testing.assert_close(mean, alone.one.mean)
