@@ -61,7 +61,8 @@ def parallelize(
         LaunchError: other processes were started than the plan is for.
         PlanError: the plan was made for another model, whose first node that differs is named, or
             with another loss.
-        ModelError: the model cannot be captured, or a parameter is not to be had.
+        ModelError: the model cannot be captured, or a parameter is not to be had, or has other
+            values on another rank.
         ScheduleError: the programs in `emitted` would wait for each other, or are not whole.
     """
     checked = check_plan(plan, loss, emitted)
@@ -73,7 +74,7 @@ def parallelize(
     if weights is not None:
         weights = trained.chosen(weights, joined.place.rank, joined.world)
     origin = Origin(model, traced.skeleton, weights, seed, say=talk, read=trained.read)
-    own = own_states(part, traced, sharding, origin)
+    own = own_states(joined, part, traced, sharding, origin)
     transport = connect(part)
     held = hold(part, own.states, joined.backend, partial=replicated(sharding), offload=offload)
     replicas = replicas_of_last_stage(part, joined.backend)

@@ -7,7 +7,7 @@
     own_states      a model, or a checkpoint     ->  ModelStates  this rank's parameters
     connect         the plan's mesh              ->  Transport    sends and receives
 
-Every rank calls each of them: `join`, `own_part` and `connect` exchange messages.
+Every rank calls each of them: `join`, `own_part`, `own_states` and `connect` exchange messages.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from autopipe.runtime.launch.world import World, check_world, start, world_from
 from autopipe.runtime.parameters.materialize import Origin, materialize
 from autopipe.runtime.parameters.model_states import ModelStates, unused_states
 from autopipe.runtime.parameters.part import RankPart
+from autopipe.runtime.same_values import SameValues
 from autopipe.runtime.step.emitted_files import Emitted
 from autopipe.runtime.step.same_batch import check_same_plan
 from autopipe.schedules.instructions import Programs, holders
@@ -197,24 +198,26 @@ def own_part(checked: CheckedPlan, joined: JoinedRank, traced: Trace) -> RankPar
 
 
 def own_states(
-    part: RankPart, traced: TracedModel, sharding: Sharding, origin: Origin
+    joined: JoinedRank, part: RankPart, traced: TracedModel, sharding: Sharding, origin: Origin
 ) -> ModelStates:
     """This rank's parameters, buffers and constants, on its device.
 
     What forward does not use is in no stage; rank 0 keeps it, as it is a part of the model.
 
     Raises:
-        ModelError: a parameter is not to be had.
+        ModelError: a parameter is not to be had, or has other values on another rank.
     """
+    same = SameValues(traced.states)
     unused = list(traced.unused) if part.place.rank == 0 else []
     found = materialize(
         replace(traced.trace.graph, states=traced.states),
         [*dict.fromkeys(name for stage in part.stages for name in stage.states), *unused],
         origin,
         device=part.device,
-        part=partial(_own_rows, sharding, part.place.tp),
+        part=partial(_own_rows, same, sharding, part.place.tp),
         optional=unused,
     )
+    same.check(joined.world, len(part.plan.mesh.places))
     apart = {name: found.pop(name) for name in unused if name in found}
     written = frozenset(written_states(traced.trace.graph))
     return ModelStates(traced.states, found, apart, sharding, written)
@@ -273,11 +276,12 @@ def _device(place: Place) -> torch.device:
     return torch.device("cuda", place.local % torch.cuda.device_count())
 
 
-def _own_rows(sharding: Sharding, rank: int, name: str, tensor: Tensor) -> Tensor:
+def _own_rows(same: SameValues, sharding: Sharding, rank: int, name: str, tensor: Tensor) -> Tensor:
     """What a rank keeps of a parameter: a copy, so that the rest of its memory can go.
 
     No parameter yet: one that was read from a file does not know whether it is trained.
     """
+    same.note(name, tensor)
     lies = sharding.states.get(name, I)
     if not lies.sharded:
         return tensor

@@ -305,6 +305,7 @@ def _train(
     """
     with loading():
         from autopipe.frontend import model_file
+        from autopipe.frontend.optimizer import check_norm
         from autopipe.report import recorded
         from autopipe.runtime.keeping import Keeping
         from autopipe.runtime.parallelize import parallelize
@@ -312,7 +313,7 @@ def _train(
 
     file = model_file.load(source)
     if max_grad_norm is not None:
-        norm = model_file.check_norm(max_grad_norm, "--max-grad-norm")
+        norm = check_norm(max_grad_norm, "--max-grad-norm")
         file = replace(file, max_grad_norm=norm)
     build, weights = file.start() if made["weights"] is None else (file.model, made["weights"])
     made = made | {"weights": weights}

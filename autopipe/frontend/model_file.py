@@ -35,10 +35,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from autopipe.errors import ModelError
 from autopipe.frontend import hf_folder, user_lines
 from autopipe.frontend.construct import off_gpus
-from autopipe.frontend.optimizer import CUSTOM, Named, optimizer_named, takes_names, without_names
+from autopipe.frontend.optimizer import (
+    CUSTOM,
+    Named,
+    max_grad_norm,
+    optimizer_named,
+    takes_names,
+    without_names,
+)
 from autopipe.onnx_files import source as onnx_source
 from autopipe.planfile.contents import LOSS_OVER, ROWS, Plan
-from autopipe.util.seeding import seed as derive_seed
+from autopipe.util import seeding
 
 
 @dataclass(frozen=True)
@@ -150,8 +157,9 @@ class ModelFile:
         """
         if self.batches is None:
             for step in range(sys.maxsize):
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(derive_seed(seed, "inputs", step))
+                number = seeding.seed(seed, "inputs", step)
+                with torch.random.fork_rng(devices=[]), seeding.beside_torch(number):
+                    torch.manual_seed(number)
                     batch = self.inputs(batch_size)
                 yield batch
             return
@@ -175,9 +183,11 @@ def load(source: str) -> ModelFile:
     Raises:
         ModelError: there is no such file, it fails when it is run, or it lacks a function.
     """
+    seeding.begin_beside_torch(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # what it draws, a frozen part of a loss, is the same on every rank
         module, factory = _module(source)
+        drawn = seeding.places()
     for required, does in ((factory, "builds the model"), ("inputs", "gives an example batch")):
         if not callable(getattr(module, required, None)):
             arguments = "batch_size" if required == "inputs" else ""
@@ -207,7 +217,7 @@ def load(source: str) -> ModelFile:
     named = takes_names(getattr(module, "optimizer", None))
     return ModelFile(
         source,
-        function(factory, "nn.Module"),
+        seeding.alike(function(factory, "nn.Module"), drawn),
         function("inputs"),
         getattr(module, "loss", None),
         batches,
@@ -219,26 +229,10 @@ def load(source: str) -> ModelFile:
         length,
         optimizer if named else None,
         getattr(module, "weights", None) if source.startswith(hf_folder.SCHEME) else None,
-        _max_grad_norm(module, source),
+        max_grad_norm(module, source),
         tuple(lengths),
         getattr(module, "loaded", None) if source.startswith(hf_folder.SCHEME) else None,
     )
-
-
-def _max_grad_norm(module: Any, source: str) -> float | None:
-    found = getattr(module, "max_grad_norm", None)
-    return None if found is None else check_norm(found, f"{source}: max_grad_norm")
-
-
-def check_norm(found: Any, what: str) -> float:
-    """A norm that gradients can be clipped to; `what` it was called.
-
-    Raises:
-        ModelError: it is none.
-    """
-    if isinstance(found, int | float) and found > 0:
-        return found
-    raise ModelError(f"{what} is {found!r}, expected a number above 0")
 
 
 def _module(source: str) -> tuple[Any, str]:

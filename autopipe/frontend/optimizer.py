@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, ModelError
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -139,3 +139,24 @@ def takes_names(optimizer: Any) -> bool:
 def without_names(optimizer: Callable[[Iterable[Named]], torch.optim.Optimizer]) -> MakeOptimizer:
     """The optimizer as a function of unnamed parameters, used to measure its bytes of state."""
     return lambda parameters: optimizer((f"{n}.weight", p) for n, p in enumerate(parameters))
+
+
+def check_norm(found: Any, what: str) -> float:
+    """A norm that gradients can be clipped to; `what` it was called.
+
+    Raises:
+        ModelError: it is none.
+    """
+    if isinstance(found, int | float) and found > 0:
+        return found
+    raise ModelError(f"{what} is {found!r}, expected a number above 0")
+
+
+def max_grad_norm(module: Any, source: str) -> float | None:
+    """That of a model file, if it has one.
+
+    Raises:
+        ModelError: as `check_norm`.
+    """
+    found = getattr(module, "max_grad_norm", None)
+    return None if found is None else check_norm(found, f"{source}: max_grad_norm")

@@ -1,9 +1,14 @@
-"""Seeds of independent streams of random numbers, and of Python's hashes."""
+"""Seeds of independent streams of random numbers, of Python's and numpy's, and of hashes."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 HASHES = "PYTHONHASHSEED"
 """The variable that decides in which order a process goes through a set of texts.
@@ -17,6 +22,59 @@ def seed(*parts: object) -> int:
     """A seed of 63 bits that depends on all parts and their order."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def begin_beside_torch(number: int) -> None:
+    """Let Python's generator, and numpy's where it is loaded, begin at a seed."""
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number % 2**32)
+
+
+def places() -> tuple[Any, Any]:
+    """Where Python's generator is, and numpy's where it is loaded."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state() if numpy is not None else None
+
+
+@contextmanager
+def beside_torch(number: int) -> Iterator[None]:
+    """Within, they begin at a seed; afterwards they are where they were."""
+    with at(places()):
+        begin_beside_torch(number)
+        yield
+
+
+@contextmanager
+def at(given: tuple[Any, Any]) -> Iterator[None]:
+    """Within, these generators go on from `places()`; afterwards they are where they were."""
+    before = places()
+    _go(given)
+    try:
+        yield
+    finally:
+        _go(before)
+
+
+def _go(given: tuple[Any, Any]) -> None:
+    random.setstate(given[0])
+    if given[1] is not None:
+        sys.modules["numpy"].random.set_state(given[1])
+
+
+def alike(model: Any, drawn: tuple[Any, Any]) -> Any:
+    """A user's `model()` that draws the same from these generators in each call, on each rank.
+
+    Args:
+        drawn: where they are after the import of its file, which may seed them.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with at(drawn):
+            return model(*args, **kwargs)
+
+    call.__module__ = model.__module__
+    return call
 
 
 def hashes_at_random() -> bool:

@@ -1,6 +1,7 @@
 """A model file: what is read from it, and the sentence for each way in which it can be wrong."""
 
 import os
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -339,3 +341,41 @@ def test_an_error_of_autopipes_own_passes_as_it_is() -> None:
     with pytest.raises(AutopipeError) as error:
         load(text, more).model()
     assert error.value.message == "as it is"
+
+
+DRAWS = """\
+import random
+
+import numpy as np
+
+SEED
+BEFORE = np.random.rand()
+
+
+def model():
+    net = nn.Linear(3, 1)
+    net.drawn = [BEFORE, random.random(), *np.random.permutation(20)]
+    return net
+
+
+def inputs(batch_size):
+    return {"input": torch.tensor(np.random.rand(batch_size, 3), dtype=torch.float32)}
+"""
+
+
+@pytest.mark.parametrize("seeded", ["", "np.random.seed(3)"])
+def test_what_model_draws_from_numpy_is_the_same_in_each_process_and_call(seeded: str) -> None:
+    """Each rank would have masks and permutations of its own."""
+    found = []
+    for process in range(2):
+        random.seed(process)
+        np.random.seed(process)
+        file = load(SMALLEST, DRAWS.replace("SEED", seeded))
+        found += [file.model().drawn for _ in range(2)]
+        found.append(next(file.stream(4, 0, 1, seed=0))["input"].flatten().tolist())
+    assert found[0] == found[1] == found[3] == found[4]
+    assert found[2] == found[5]
+    if seeded:  # as it is without autopipe
+        np.random.seed(3)
+        before, order = np.random.rand(), [*np.random.permutation(20)]
+        assert (found[0][0], found[0][2:]) == (before, order)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import autopipe
 from autopipe import ModelError, Pipe
 from autopipe.frontend import batch as batches
 from autopipe.planfile.parts import Memory
@@ -381,6 +382,19 @@ def one_rank_with_a_batch_that_does_not_fit() -> None:
         pipe.step(ZOO["gpt"].inputs(plan.batch.rows - odd))
     with refused(ModelError, "different batches: rank 0 and rank 2"):
         pipe.step({"tokens": batch["tokens"]} if odd else batch)  # type: ignore[call-overload]
+
+
+@story(4)
+def other_weights_on_one_rank() -> None:
+    """As of a model that each rank has drawn by itself: replicas would train apart."""
+    case = ZOO["gpt"]
+    model = case.model()
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+    with refused(ModelError, "ranks 2 and 3 have other values of the parameter"):
+        autopipe.parallelize(model, planned("gpt", 2, 2, 2), loss=case.loss)
 
 
 @story(4)

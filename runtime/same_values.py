@@ -1,0 +1,102 @@
+"""Every rank that holds a parameter, buffer or constant has to begin with the same values.
+
+Each rank builds the model by itself. One that draws numbers nobody has seeded has other weights on
+each rank: replicas would train apart, step by step, and none of it shows in a loss. Ranks compare
+two sums of each tensor, so that the last bit, in which processors may differ, decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopipe.errors import ModelError
+from autopipe.ir.graph import StateSpec
+from autopipe.ir.torch_private import is_fake
+
+MOST = 2**16
+"""Entries of a tensor that are looked at: numbers that are drawn differ everywhere."""
+
+NEAR = 1e-3
+"""What sums may be apart, as a share of the tensor's norm. Of other draws they are about as far
+apart as that is large."""
+
+FIGURES = 4
+"""What a rank says of a tensor: whether it has it, its norm, and two sums."""
+
+
+def signature(tensor: Tensor) -> Tensor:
+    """What ranks compare of a tensor.
+
+    Args:
+        tensor: of any shape, layout and dtype.
+
+    Returns:
+        1, its norm, and its sums with two waves as weights: float64 [FIGURES], on the CPU.
+    """
+    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    flat = dense.reshape(-1)
+    flat = flat[:: -(-len(flat) // MOST) or 1]
+    flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
+    numbers = flat.to("cpu", torch.float64).nan_to_num(posinf=1.0, neginf=-1.0)
+    places = torch.arange(len(numbers), dtype=torch.float64)
+    sums = [(numbers * (places * pace).cos()).sum() for pace in (1.0, 2.3)]
+    return torch.stack([torch.ones((), dtype=torch.float64), numbers.norm(), *sums])
+
+
+class SameValues:
+    """Takes down what this rank's tensors are, and compares.
+
+    Args:
+        states: all of the model, in an order that all ranks have.
+    """
+
+    def __init__(self, states: Mapping[str, StateSpec]) -> None:
+        self._states = states
+        self._mine = torch.zeros(len(states), FIGURES, dtype=torch.float64)
+        self._at = {name: number for number, name in enumerate(states)}
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        """Take down a whole tensor of this rank; one without values is passed over."""
+        if not (is_fake(tensor) or tensor.is_meta):
+            self._mine[self._at[name]] = signature(tensor)
+
+    def check(self, world: dist.ProcessGroup | None, ranks: int) -> None:
+        """Compare what ranks have in common; all ranks call it.
+
+        Args:
+            world: the group of all ranks; None: there is one rank.
+
+        Raises:
+            ModelError: two have other values of one tensor; on every rank, and names both.
+        """
+        if world is None:
+            return
+        found = [torch.empty_like(self._mine) for _ in range(ranks)]
+        dist.all_gather(found, self._mine, group=world)
+        for name, number in self._at.items():
+            unlike = _unlike([of_rank[number].tolist() for of_rank in found])
+            if unlike is not None:
+                one, other = unlike
+                raise ModelError(
+                    f"ranks {one} and {other} have other values of the "
+                    f"{self._states[name].kind} {name!r}: each has drawn its own while it built "
+                    "the model",
+                    hint="call torch.manual_seed(0) on every rank before the model is built, and "
+                    "numpy.random.seed(0) or random.seed(0) where it draws by these; or give "
+                    "weights=",
+                )
+
+
+def _unlike(found: Sequence[Sequence[float]]) -> tuple[int, int] | None:
+    """The first rank that has a tensor, and one that has another."""
+    held = [rank for rank, (has, *_) in enumerate(found) if has]
+    for other in held[1:]:
+        _, norm, *sums = found[held[0]]
+        far = max(abs(a - b) for a, b in zip((norm, *sums), found[other][1:], strict=True))
+        if far > NEAR * norm + 1e-30:
+            return held[0], other
+    return None
