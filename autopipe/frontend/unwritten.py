@@ -14,6 +14,7 @@ While a model is planned its parameters have no values, nor has what a construct
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -120,8 +121,8 @@ def refuse_others(model: nn.Module, skeleton: nn.Module, seed: int) -> None:
             planned, found = _numbers(vars(module)[name]), _numbers(own.get(name))
             if len(planned) != len(found) or not all(map(_same, planned, found)):
                 raise ModelError(
-                    f"model() computes {f'{path}.{name}'.strip('.')!r} from its weights, and with "
-                    f"those of seed {seed} it is another one than it was planned with",
+                    f"model() computes {f'{path}.{name}'.strip('.')!r} from its weights, or draws "
+                    f"it after them; with seed {seed} it is another one than it was planned with",
                     hint="let model() draw the same weights each time, by torch.manual_seed(0) at "
                     f"its head; or keep it as a buffer: self.register_buffer({name!r}, ...)",
                 )
@@ -188,15 +189,20 @@ def of_constructor(func: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class OfWeights:
-    """Knows real tensors that a constructor writes values of fake parameters into.
+    """Knows real tensors of a constructor whose values are not those that a user's call gives them.
 
     self.anchor = torch.zeros(8, 8)
     self.anchor.copy_(self.layer.weight)     stays as it was, for the weight has no values
     self.double = self.anchor * 2            follows from it
+
+    self.layer = nn.Linear(8, 8)             nothing is drawn for a fake weight
+    self.order = torch.randperm(8)           is drawn too early
     """
 
     def __init__(self) -> None:
         self._known: dict[int, Tensor] = {}  # by storage, which lives as long as this
+        self._drawn: dict[int, Tensor] = {}
+        self._early = False
 
     def noted(self, func: Any, args: Any, named: Mapping[str, Any], made: Any) -> Any:
         """What a call of torch gave.
@@ -206,6 +212,7 @@ class OfWeights:
         """
         with no_function_modes():
             given = [*tensors_in((args, named))]
+            self._note_draws(func, named, given, made)
             if func in (*_NEW, *_LIKE) or not any(is_fake(t) or self._has(t) for t in given):
                 return made
             if getattr(func, "__name__", "") in _READS and not any(map(is_fake, given)):
@@ -216,12 +223,34 @@ class OfWeights:
                     self._known[storage_key(tensor)] = tensor
         return made
 
+    def _note_draws(
+        self, func: Any, named: Mapping[str, Any], given: list[Tensor], made: Any
+    ) -> None:
+        name = str(getattr(func, "__name__", ""))
+        follows = any(storage_key(t) in self._drawn for t in given if not is_fake(t))
+        if follows and name in _READS:
+            raise ValueError("it reads numbers that are drawn after weights")
+        draws = bool(_DRAWS.search(name)) and named.get("generator") is None
+        if draws and any(map(is_fake, (*given, *tensors_in(made)))):
+            self._early = True
+        elif follows or (draws and self._early):
+            written = given[:1] if _writes(func) else []
+            for tensor in (*tensors_in(made), *written):
+                if not is_fake(tensor):
+                    self._drawn[storage_key(tensor)] = tensor
+
     def let_go(self, model: nn.Module, mode: Any) -> None:
-        """Let those that a module keeps be fake, as its parameters are.
+        """Let those that a module keeps be fake, as its parameters are. Buffers may be drawn.
 
         Raises:
-            ValueError: one is in a list or a dict.
+            ValueError: one is in a list or a dict, or is drawn and in an attribute.
         """
+        for module in model.modules() if self._drawn else ():
+            for name, value in vars(module).items():
+                if name not in _TORCHS and any(
+                    storage_key(t) in self._drawn for t in tensors_in(value) if not is_fake(t)
+                ):
+                    raise ValueError(f"{name} is drawn after weights, and is no buffer")
         for module in model.modules() if self._known else ():
             for name, value in [*vars(module).items(), *module.named_buffers(recurse=False)]:
                 if isinstance(value, Tensor) and self._has(value):
@@ -241,6 +270,11 @@ def _writes(func: Any) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name in _IN_PLACE or func == _SET_DATA
 
+
+_DRAWS = re.compile(
+    "rand|normal(?!i)|uniform|bernoulli|exponential_|geometric_|cauchy_|multinomial|poisson|dropout"
+)
+"""Names of functions that draw: torch.randperm, Tensor.log_normal_, nn.init.kaiming_uniform_."""
 
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero"} | {
     f"__{name}__" for name in "bool float int complex index array".split()

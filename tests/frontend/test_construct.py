@@ -280,3 +280,56 @@ def test_a_default_dtype_holds_for_the_model_and_ends_with_the_plan() -> None:
         )  # fmt: skip
         assert torch.get_default_dtype() == torch.float32
     assert plan.inputs[0].dtype == "float64" and plan.products == ("fp64",)
+
+
+class DrawnAfter(nn.Module):
+    """What it draws beside its weights follows on the numbers that these have taken."""
+
+    def __init__(self, keep: Callable[[nn.Module, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
+        self.kept: object = None
+        keep(self, torch.randperm(64) + 1)
+
+
+def in_an_attribute(model: nn.Module, order: torch.Tensor) -> None:
+    model.kept = order.flip(0)  # type: ignore[assignment]
+
+
+def as_numbers(model: nn.Module, order: torch.Tensor) -> None:
+    model.kept = order.tolist()
+
+
+def in_a_list(model: nn.Module, order: torch.Tensor) -> None:
+    model.kept = [{"order": order}]  # type: ignore[assignment]
+
+
+def numbers(kept: object) -> list[int]:
+    kept = kept[0]["order"] if isinstance(kept, list) and isinstance(kept[0], dict) else kept
+    return kept.tolist() if isinstance(kept, torch.Tensor) else [*kept]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("keep", [in_an_attribute, as_numbers, in_a_list])
+def test_what_is_drawn_after_weights_is_what_the_model_itself_draws(
+    keep: Callable[[nn.Module, torch.Tensor], None],
+) -> None:
+    """Bug: no numbers were drawn for weights, and those after them were others."""
+    said: list[str] = []
+    model = build_fake(lambda: DrawnAfter(keep), say=said.append)
+    torch.manual_seed(0)
+    assert numbers(model.kept) == numbers(DrawnAfter(keep).kept)
+    assert "drawn after weights" in said[0]
+    assert all(map(is_fake, model.parameters()))
+
+
+def test_what_is_drawn_after_weights_may_be_a_buffer_or_a_parameter() -> None:
+    """Ranks have the values of these from the model itself."""
+
+    def keep(model: nn.Module, order: torch.Tensor) -> None:
+        model.register_buffer("order", order)
+        model.scale = nn.Parameter(torch.randn(8) * 0.1)
+        model.noise = torch.randn(3, generator=torch.Generator().manual_seed(0))
+
+    model = build_fake(lambda: DrawnAfter(keep), room=lambda: 0)
+    assert not is_fake(model.get_buffer("order"))

@@ -294,7 +294,9 @@ def test_a_number_that_a_constructor_computes_from_weights_is_that_of_the_plan()
         return materialize(graph, names, Origin(build, build_fake(build), seed=seed))
 
     assert kept(0, buffer=False)["layer.weight"].shape == (2, 4)
-    with pytest.raises(ModelError, match=r"'scale_of' from its weights, and with those of seed 7"):
+    with pytest.raises(
+        ModelError, match=r"'scale_of' from its weights, or draws it after them; with seed 7"
+    ):
         kept(7, buffer=False)
     found = kept(7, buffer=True)
     assert torch.equal(found["scale"], found["layer.weight"].detach().norm())
