@@ -210,8 +210,10 @@ class _OneStep:
                     buffers.append((name, buffer, mine, _largest(own[name])))
         gradients += [(n, None, g, 0.0) for n, g in expected.gradients.items() if self._nowhere(n)]
         off = 0.0 if self.exact else self.rounding
-        # A mean of micro-batches is rounded in the dtype of the loss, before and after replicas.
-        mean = 4 * torch.finfo(expected.loss.dtype).eps
+        # A mean of micro-batches is rounded in the dtype of the loss, before and after replicas;
+        # ranks without the last stage are told it in fp32, that of an fp64 model too.
+        told = {expected.loss.dtype, *(found.loss.dtype for found in self.found.values())}
+        mean = 4 * max(torch.finfo(dtype).eps for dtype in told)
         tensors = (expected.loss, *expected.gradients.values())
         self.unit = max(torch.finfo(tensor.dtype).eps for tensor in tensors)
         norm = max(SQUARES, self.rounding, self.unit)

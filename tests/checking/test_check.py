@@ -112,6 +112,16 @@ def test_a_step_of_fp16_that_overflows_is_passed_over_on_both_sides(autopipe: Sh
     assert [(row["equal"], row["off"]) for row in norms] == [(2, 0.0), (2, 0.0)]
 
 
+def test_a_model_in_fp64_is_the_same(autopipe: Shell) -> None:
+    """Bug: ranks without the last stage are told a loss in fp32, and it was said to differ."""
+    doubles = LAYERS.replace("return Net()", "return Net().double()")
+    autopipe.write("net.py", doubles.replace("8),)", "8, dtype=torch.float64),)"))
+    said = autopipe("check", "net.py", "--json")
+    assert said.code == 0, said.err
+    gradients = [row for row in json.loads(said.out)["rows"] if row["what"] == "gradients"]
+    assert [(row["off"], row["allowed"]) for row in gradients] == [(0.0, 0.0)] * 2
+
+
 SCALED = """
 import torch
 from torch import nn
