@@ -16,8 +16,7 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from types import CellType, FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import ModelError
 from autopipe.frontend import user_lines
+from autopipe.frontend.functions import HeldFunctions
 from autopipe.frontend.unwritten import OfWeights, of_constructor
 from autopipe.ir.tensors import attributes_of, tensors_in
 from autopipe.ir.torch_private import (
@@ -279,14 +279,12 @@ def fake_copy(model: nn.Module) -> nn.Module:
                     vars(like).update(attributes_of(result))
             if isinstance(value, torch.jit.ScriptFunction):
                 memo[id(value)] = value
-    functions = [f for module in model.modules() for f in _functions_in(vars(module))]
-    memo |= {id(function): _with_empty_cells(function) for function in functions}
+    functions = HeldFunctions(model, memo)
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:  # whatever is said of a generator, a lock, an open file, a logger
         raise _not_copied(model, memo, error) from error
-    for function in functions:
-        _close_over(cast(FunctionType, memo[id(function)]), function, memo)
+    functions.close()
     return made
 
 
@@ -308,42 +306,3 @@ def _not_copied(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> 
 
 _TORCHS = frozenset(vars(nn.Module()))
 """What every module has in its `__dict__`: its parts are asked by themselves."""
-
-
-def _functions_in(own: Mapping[str, Any]) -> Iterator[FunctionType]:
-    """Functions of a module or its hooks that may hold parts of it; `deepcopy` leaves them so."""
-    for value in own.values():
-        for one in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(one, FunctionType) and (one.__closure__ or one.__defaults__):
-                yield one
-
-
-def _with_empty_cells(function: FunctionType) -> FunctionType:
-    cells = tuple(CellType() for _ in function.__closure__ or ())
-    made = FunctionType(
-        function.__code__, function.__globals__, function.__name__, None, cells or None
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(vars(function))
-    return made
-
-
-def _another(value: Any, memo: dict[int, Any]) -> Any:
-    """An iterator at the same place, what removes the hook of the copy's; or the value."""
-    if isinstance(value, torch.utils.hooks.RemovableHandle):
-        return copy.deepcopy(value, memo)
-    if isinstance(value, Iterator):
-        with suppress(TypeError):  # a generator
-            return copy.deepcopy(value)
-    return value
-
-
-def _close_over(made: FunctionType, function: FunctionType, memo: dict[int, Any]) -> None:
-    """Let a copy of a function hold copies of what the model holds, and all else as it is."""
-    for cell, old in zip(made.__closure__ or (), function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # nothing in it yet
-            value = old.cell_contents
-            cell.cell_contents = memo.get(id(value), _another(value, memo))
-    made.__defaults__ = function.__defaults__ and tuple(
-        memo.get(id(value), value) for value in function.__defaults__
-    )

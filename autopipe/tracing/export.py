@@ -24,7 +24,6 @@ from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import refusals, user_lines
 from autopipe.frontend.construct import off_gpus, still_real
-from autopipe.frontend.extremes import chosen_by_tensors
 from autopipe.frontend.loss import Loss, SumCount, note_lines, outputs_to_loss, plain_tree
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches, without_cache
@@ -45,6 +44,7 @@ from autopipe.opaque.sites import with_loss
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.placements import BIG
 from autopipe.planfile.regions import LOSS
+from autopipe.rewriting.extremes import chosen_by_tensors
 from autopipe.rewriting.gpu_autocast import of_absent_gpus
 from autopipe.tracing.low_precision import SixteenBits, buffers_in, cast
 from autopipe.tracing.stubs import standing_in

@@ -1,0 +1,111 @@
+"""Copies of functions that hold parts of a model, which `copy.deepcopy` takes as they are.
+
+    layer.register_forward_hook(lambda m, a, out: out + self.scale)     a hook closes over the model
+    old = layer.forward                                                 so does a forward that calls
+    layer.forward = lambda x: old(2 * x)                                the one before
+
+A copy of the model has copies that hold its own parts; what the model does not hold, they share.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+
+class HeldFunctions:
+    """The functions of a model that may hold parts of it.
+
+    Args:
+        memo: what `copy.deepcopy` is given, with what has been copied already.
+    """
+
+    def __init__(self, model: nn.Module, memo: dict[int, Any]) -> None:
+        self._memo = memo
+        self._found: dict[int, FunctionType] = {}
+        for module in model.modules():
+            self._look_in(vars(module).values())
+        memo |= {number: _with_empty_cells(own) for number, own in self._found.items()}
+
+    def close(self) -> None:
+        """Let the copies hold copies; the model has been copied, and the memo has all its parts."""
+        for number, function in self._found.items():
+            made = cast(FunctionType, self._memo[number])
+            for cell, old in zip(made.__closure__ or (), function.__closure__ or (), strict=True):
+                with suppress(ValueError):  # nothing in it yet
+                    cell.cell_contents = self._copied(old.cell_contents)
+            made.__defaults__ = function.__defaults__ and tuple(
+                map(self._copied, function.__defaults__)
+            )
+
+    def _look_in(self, values: Iterable[Any]) -> None:
+        for value in values:
+            for one in _parts(value):
+                if isinstance(one, FunctionType) and id(one) not in self._found:
+                    if one.__closure__ or one.__defaults__:
+                        self._found[id(one)] = one
+                        self._look_in([*_cells(one), *(one.__defaults__ or ())])
+
+    def _copied(self, value: Any) -> Any:
+        """The copy of a part of the model, or of what is around one; else the value."""
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if isinstance(value, MethodType) and id(value.__self__) in self._memo:
+            return MethodType(value.__func__, self._memo[id(value.__self__)])
+        if isinstance(value, partial):
+            args, named = map(self._copied, value.args), value.keywords.items()
+            named_copies = {name: self._copied(one) for name, one in named}
+            return partial(self._copied(value.func), *args, **named_copies)
+        if type(value) in (list, tuple, dict) and any(id(p) in self._memo for p in _parts(value)):
+            self._memo[id(value)] = made = copy.copy(value)
+            if isinstance(made, dict):
+                made.update({key: self._copied(one) for key, one in value.items()})
+            elif isinstance(made, list):
+                made[:] = map(self._copied, value)
+            else:
+                self._memo[id(value)] = made = tuple(map(self._copied, value))
+            return made
+        return _another(value, self._memo)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """A value, or those of a dict, a list or a tuple, as hooks are in one."""
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, list | tuple):
+        yield from value
+    else:
+        yield value
+
+
+def _cells(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # nothing in it yet
+            yield cell.cell_contents
+
+
+def _with_empty_cells(function: FunctionType) -> FunctionType:
+    cells = tuple(CellType() for _ in function.__closure__ or ())
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, cells or None
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(vars(function))
+    return made
+
+
+def _another(value: Any, memo: dict[int, Any]) -> Any:
+    """An iterator at the same place, what removes the hook of the copy's; or the value."""
+    if isinstance(value, torch.utils.hooks.RemovableHandle):
+        return copy.deepcopy(value, memo)
+    if isinstance(value, Iterator):
+        with suppress(TypeError):  # a generator
+            return copy.deepcopy(value)
+    return value
