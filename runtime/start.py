@@ -114,8 +114,10 @@ class TracedModel:
 
     @property
     def states(self) -> dict[str, StateSpec]:
-        """All parameters, buffers and constants of the model, by name."""
-        return {**self.trace.graph.states, **self.unused}
+        """All parameters, buffers and constants of the model, by name; parameters in its order."""
+        known = {**self.trace.graph.states, **self.unused}
+        order = [name for name, _ in self.skeleton.named_parameters() if name in known]
+        return {name: known[name] for name in dict.fromkeys((*order, *known))}
 
 
 def check_plan(plan: Plan, loss: Loss | None, emitted: str | Path | None) -> CheckedPlan:

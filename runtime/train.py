@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -16,6 +17,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopipe.errors import ModelError
 from autopipe.frontend.model_file import ModelFile
+from autopipe.frontend.optimizer import refuse_others
+from autopipe.ir.graph import shape_at
 from autopipe.planfile import turns
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import StagePrediction
@@ -48,6 +51,22 @@ class Measured:
     bubbles: tuple[float, ...] = ()
     stopped: bool = False
     gpu: GpuBytes | None = None
+
+
+def optimizer_for(pipe: Pipe, file: ModelFile) -> torch.optim.Optimizer:
+    """The file's optimizer for this rank's parameters.
+
+    Raises:
+        ModelError: it has other settings for one than that of all parameters of the model.
+    """
+    make = partial(file.make_optimizer, default=pipe.plan.optimizer)
+    # torch's optimizers refuse an empty list: a rank without parameters has one of no elements.
+    named = list(pipe.named_parameters()) or [("", next(pipe.parameters()))]
+    optimizer = make(named)
+    if file.optimizer is not None or file.by_name is not None:
+        whole = {n: (shape_at(spec, 1), spec.dtype) for n, spec in pipe.trained_anywhere().items()}
+        refuse_others(make, whole, optimizer, named)
+    return optimizer
 
 
 def train(
@@ -87,9 +106,7 @@ def train(
             written.
     """
     plan, talks = pipe.plan, pipe.place.rank == 0
-    # torch's optimizers refuse an empty list: a rank without parameters has one of no elements.
-    named = list(pipe.named_parameters()) or [("", next(pipe.parameters()))]
-    optimizer = file.make_optimizer(named, plan.optimizer)
+    optimizer = optimizer_for(pipe, file)
     scheduler = file.scheduler(optimizer) if file.scheduler is not None else None
     limit = file.max_grad_norm
     recorder = Recorder() if trace is not None else None

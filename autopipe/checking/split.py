@@ -17,6 +17,7 @@ from autopipe.frontend import model_file
 from autopipe.runtime.parallelize import parallelize
 from autopipe.runtime.step.compile import compiled_by
 from autopipe.runtime.step.pipe import Pipe
+from autopipe.runtime.train import optimizer_for
 
 CLIP = 0.5
 """Gradients are clipped to this share of their norm, so that clipping does something."""
@@ -56,8 +57,7 @@ def run_rank(folder: Path) -> None:
     torch.manual_seed(subject.SEED)
     with compiled_by(about.backend):
         pipe = parallelize(file.model, plan, loss=file.loss, seed=subject.SEED)
-        named = list(pipe.named_parameters()) or [("", next(pipe.parameters()))]
-        optimizer = file.make_optimizer(named, plan.optimizer)
+        optimizer = optimizer_for(pipe, file)
         found = [_step(pipe, optimizer, batch) for batch in batches]
     torch.save(found, folder / f"rank{pipe.place.rank}.pt")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,6 +128,68 @@ def optimizer_factor(make: MakeOptimizer) -> float:
         if isinstance(tensor, Tensor) and tensor.numel() > 1
     )
     return held / (parameter.numel() * parameter.element_size())
+
+
+def refuse_others(
+    make: Callable[[Iterable[Named]], torch.optim.Optimizer],
+    whole: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    optimizer: torch.optim.Optimizer,
+    named: Iterable[Named],
+) -> None:
+    """Refuse a rank's optimizer that has other settings for a parameter than the whole model's.
+
+        first, *rest = parameters      each rank has a first one, and the model another
+
+    Args:
+        make: as a user's file has it.
+        whole: shape and dtype of all trained parameters of the model, in its order.
+        optimizer: this rank's.
+        named: the parameters that it was made of.
+
+    Raises:
+        ModelError: names the first such parameter.
+    """
+    everyone = [
+        (name, nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta")))
+        for name, (shape, dtype) in whole.items()
+    ]
+    try:
+        expected = _settings(make(everyone), everyone)
+    except Exception:  # it reads values, or knows no device without them
+        return
+    if not any(expected.values()):  # it takes the parameters from elsewhere
+        return
+    for name, found in _settings(optimizer, named).items():
+        alone = expected.get(name, found)
+        if found != alone:
+            raise ModelError(
+                f"optimizer(parameters) gives {name!r} {_unlike(alone, found)} among all of the "
+                f"model's, and {_unlike(found, alone)} among those of this rank",
+                hint="find parameters by their names, def optimizer(named_parameters): ..., not by "
+                "their places",
+            )
+
+
+def _settings(
+    optimizer: torch.optim.Optimizer, named: Iterable[Named]
+) -> dict[str, dict[str, str] | None]:
+    """What an optimizer has for each parameter, as text; None: it does not change that one."""
+    of = {
+        id(parameter): {key: str(one) for key, one in group.items() if key not in _MEMBERS}
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return {name: of.get(id(parameter)) for name, parameter in named}
+
+
+_MEMBERS = "params", "param_names"
+
+
+def _unlike(found: dict[str, str] | None, other: dict[str, str] | None) -> str:
+    """The settings of one that another has not."""
+    if found is None:
+        return "no group"
+    return ", ".join(f"{k}={v}" for k, v in found.items() if other is None or other.get(k) != v)
 
 
 def takes_names(optimizer: Any) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import AutopipeError
 from autopipe.frontend import batch as batches
+from autopipe.ir.graph import TensorSpec
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import StagePrediction
 from autopipe.planfile.placements import I
@@ -104,6 +105,11 @@ class Pipe(Kept):
         """
         own = [parameter for _, parameter in self.named_parameters()]
         yield from own or [nn.Parameter(torch.empty(0, device=self.device))]
+
+    def trained_anywhere(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of every trained parameter of the whole model, in the model's order."""
+        specs = self._own.specs.items()
+        return {n: spec.held for n, spec in specs if spec.kind == "parameter" and spec.trainable}
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's buffers under the model's own names."""

@@ -122,6 +122,16 @@ def test_a_model_in_fp64_is_the_same(autopipe: Shell) -> None:
     assert [(row["off"], row["allowed"]) for row in gradients] == [(0.0, 0.0)] * 2
 
 
+def test_an_optimizer_that_goes_by_places_is_refused(autopipe: Shell) -> None:
+    """Bug: in a run each rank gave its own first parameter what is for that of the model."""
+    by_places = "def optimizer(parameters):\n    first, *rest = parameters\n"
+    by_places += "    return torch.optim.SGD([{'params': first, 'lr': 0.1}, {'params': rest}])\n"
+    autopipe.write("net.py", f"{LAYERS}\n\n{by_places}")
+    said = autopipe("check", "net.py")
+    assert said.code == 2
+    assert "the split model does not run (exit code 2)" in " ".join(said.out.split())
+
+
 SCALED = """
 import torch
 from torch import nn

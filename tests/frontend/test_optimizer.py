@@ -1,0 +1,80 @@
+"""An optimizer of a rank's parameters has to be that of all of them, as far as these go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopipe.errors import ModelError
+from autopipe.frontend.optimizer import Named, refuse_others
+
+WHOLE = {
+    name: (shape, torch.float32) for name, shape in {"a": (3, 4), "b": (4,), "c": (2,)}.items()
+}
+
+
+def of_rank(*names: str) -> list[Named]:
+    return [(name, nn.Parameter(torch.zeros(WHOLE[name][0]))) for name in names]
+
+
+def check(make: Any, *names: str) -> None:
+    named = of_rank(*names)
+    refuse_others(make, WHOLE, make(named), named)
+
+
+def first_is_slow(named: Iterable[Named]) -> torch.optim.Optimizer:
+    (_, first), *rest = named
+    groups = [{"params": [first], "lr": 0.01}, {"params": [p for _, p in rest]}]
+    return torch.optim.SGD([group for group in groups if group["params"]], lr=0.1)
+
+
+def without_the_first(named: Iterable[Named]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named][1:], lr=0.1)
+
+
+def by_dims(named: Iterable[Named]) -> torch.optim.Optimizer:
+    groups = [{"params": [p], "weight_decay": 0.1 * (p.dim() > 1)} for _, p in named]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
+
+
+def by_values(named: Iterable[Named]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [p], "lr": p.sum().item() + 1} for _, p in named])
+
+
+def test_by_the_places_of_parameters() -> None:
+    """Bug: each rank gave its own first parameter what is for that of the model."""
+    check(first_is_slow, "a", "b")
+    with pytest.raises(ModelError) as refused:
+        check(first_is_slow, "b", "c")
+    assert refused.value.message == (
+        "optimizer(parameters) gives 'b' lr=0.1 among all of the model's, and lr=0.01 among those "
+        "of this rank"
+    )
+    assert "def optimizer(named_parameters)" in str(refused.value.hint)
+
+
+def test_one_that_leaves_parameters_out() -> None:
+    check(without_the_first, "a", "c")
+    with pytest.raises(ModelError, match="gives 'b' lr=0.1, .* and no group among those of this"):
+        check(without_the_first, "b", "c")
+
+
+@pytest.mark.parametrize("make", [by_dims, by_values])
+def test_by_what_a_parameter_is(make: Any) -> None:
+    """By its values it cannot be asked without them."""
+    check(make, "b", "c")
+
+
+def test_parameters_from_elsewhere() -> None:
+    """As of a model in a global, which the rank's own has set."""
+    held = of_rank("b", "c")
+    refuse_others(lambda _: first_is_slow(held), WHOLE, first_is_slow(held), held)
+
+
+def test_a_rank_without_parameters() -> None:
+    named = [("", nn.Parameter(torch.empty(0)))]
+    refuse_others(first_is_slow, WHOLE, first_is_slow(named), named)
