@@ -125,7 +125,7 @@ def compared(
         expected = unsplit.step(batch, first.scale)
         if wide is not None:
             noise = _noise(expected.gradients, wide.step(batch, 1.0).gradients)
-        noise = {**dict.fromkeys(unsplit.sparse, FP32), **noise}
+        noise = {**dict.fromkeys((*unsplit.sparse, *unsplit.averaged), FP32), **noise}
         before = one.before(expected, noise)
         if wide is not None and any(row.wrong for row in before):
             for seed in range(NUDGES):
@@ -191,7 +191,7 @@ class _OneStep:
         """Rows of all that there is before the optimizer's step.
 
         Args:
-            noise: by gradient, how far rounding alone has moved it.
+            noise: by gradient or buffer, how far rounding alone has moved it.
         """
         largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
         losses, gradients, buffers, norms = [], [], [], []
@@ -221,7 +221,7 @@ class _OneStep:
             self._row("loss", losses, max(mean, off)),
             self._row("gradients", gradients, off, noise),
             self._row("clipped norm", norms, norm),
-            self._row("buffers", buffers, off),
+            self._row("buffers", buffers, off, noise),
         ]
 
     def parameters(self, model: nn.Module) -> TensorRow:

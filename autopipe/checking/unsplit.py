@@ -115,6 +115,18 @@ class Unsplit:
         return (1, 1) if plan.loss_over == BATCH else (plan.mesh.dp, plan.batch.micro_batches)
 
     @property
+    def averaged(self) -> list[str]:
+        """The statistics of batch norms with momentum=None, a mean over all batches: torch divides
+        by a number of Python's, a graph by a tensor, and the last place may be another."""
+        return [
+            f"{path}.{name}".lstrip(".")
+            for path, module in self.model.named_modules()
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+            and module.momentum is None
+            for name in ("running_mean", "running_var")
+        ]
+
+    @property
     def draws(self) -> bool:
         """Whether the steps so far have drawn random numbers."""
         return self._nodes is not None and bool(self._nodes.names)

@@ -122,6 +122,19 @@ def test_a_model_in_fp64_is_the_same(autopipe: Shell) -> None:
     assert [(row["off"], row["allowed"]) for row in gradients] == [(0.0, 0.0)] * 2
 
 
+def test_statistics_that_are_a_mean_over_all_batches(autopipe: Shell) -> None:
+    """Bug: the last place of a running variance was said to differ; torch divides otherwise."""
+    averaged = LAYERS.replace("(Layer() for _ in range(4)))", "(Layer(), Layer()), norm())")
+    norm = "def norm():\n    return nn.BatchNorm1d(8, momentum=None)\n\n\nclass Layer"
+    autopipe.write(
+        "net.py", averaged.replace("class Layer", norm) + '\nloss_over = "micro-batch"\n'
+    )
+    said = autopipe("check", "net.py", "--json")
+    assert said.code == 0, said.err
+    found = json.loads(said.out)["rows"]
+    assert [row["tensors"] for row in found if row["what"] == "buffers"] == [3, 3]
+
+
 def test_an_optimizer_that_goes_by_places_is_refused(autopipe: Shell) -> None:
     """Bug: in a run each rank gave its own first parameter what is for that of the model."""
     by_places = "def optimizer(parameters):\n    first, *rest = parameters\n"
