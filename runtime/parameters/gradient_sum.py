@@ -17,11 +17,15 @@ them; a bucket whose gradients are all final is flattened and its sum begins (`b
 What does get a gradient is learnt in the first step, by one small exchange: a parameter that one
 stage uses and another has only tied gets zeros there, one that nobody uses stays without, and none
 of them holds back a bucket.
+
+Of a part that runs as it is, as experts by a mask, values decide it: those are asked for in every
+step, and summed behind the others. One that no rank has used stays without, as in one process: an
+optimizer passes over it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -120,6 +124,7 @@ class GradientSum:
         reduce: how a bucket is summed, and where the sums go.
         low: of parameters whose gradients are summed in 16 bits that dtype; the optimizer gets
             them in the parameter's own.
+        varying: names of which one step may have a gradient and another none.
     """
 
     def __init__(
@@ -129,6 +134,7 @@ class GradientSum:
         stages: Mapping[int, Iterable[str]],
         reduce: Reduction = all_reduce,
         low: Mapping[str, torch.dtype] | None = None,
+        varying: Collection[str] = (),
     ) -> None:
         self.rows: Mapping[str, tuple[int, int]] = {}
         self._parameters = dict(parameters)
@@ -136,6 +142,7 @@ class GradientSum:
         self._reduce = reduce
         self._low = {parameters[name]: dtype for name, dtype in (low or {}).items()}
         self._shared = [n for n, p in parameters.items() if p.requires_grad and n in groups]
+        self._varying = [name for name in self._shared if name in varying]
         self._stages = {stage: set(self._shared) & set(names) for stage, names in stages.items()}
         self._to_come = self._holders()
         self._learnt: _Learnt | None = None
@@ -170,9 +177,10 @@ class GradientSum:
         if self._learnt is None:
             self._learnt = self._learn()
         for name in self._shared:
-            if self._parameters[name].grad is not None and name not in self._learnt.of:
+            varies, known = name in self._varying, name in self._learnt.of
+            if self._parameters[name].grad is not None and not (varies or known):
                 raise unexpected(name)
-        for queue in self._learnt.queues:
+        for queue in (*self._learnt.queues, *self._queues(self._varying, ())):
             queue.end()
         self._pending.reverse()
         while self._pending:
@@ -212,7 +220,7 @@ class GradientSum:
         def arrived(_: Tensor) -> None:
             # Right after REDUCE of the last stage that uses it comes the last to add to it.
             if self._to_come[name] == 0 and self._learnt is not None:
-                if name in self._learnt.of:  # else `finish` says so
+                if name in self._learnt.of:  # else `finish` says so, or sums it
                     self._learnt.of[name].final(name)
 
         return arrived
@@ -221,12 +229,17 @@ class GradientSum:
         """Agree, group by group, on what gets a gradient on any rank, and make buckets of that."""
         learnt = _Learnt(self._trainable())
         used = {n for n in self._shared if self._parameters[n].grad is not None}
-        for group, names in by_group(self._shared, self._groups).items():
-            expected = agreed(group, names, self._parameters, used)
-            queue = BucketQueue(group, expected[::-1], self._parameters, used, self._begin)
+        for queue in self._queues([n for n in self._shared if n not in self._varying], used):
             learnt.queues.append(queue)
             learnt.of |= dict.fromkeys(queue.names, queue)
         return learnt
+
+    def _queues(self, names: Sequence[str], awaited: Collection[str]) -> Iterator[BucketQueue]:
+        """One for each group, of those of the names that have a gradient on any rank of it."""
+        used = {name for name in names if self._parameters[name].grad is not None}
+        for group, members in by_group(names, self._groups).items():
+            expected = agreed(group, members, self._parameters, used)
+            yield BucketQueue(group, expected[::-1], self._parameters, awaited, self._begin)
 
     def _begin(self, bucket: Bucket) -> None:
         self._pending.append(self._reduce(bucket))

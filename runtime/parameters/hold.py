@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopipe.ir import partition
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import REGION_OP, Graph, State
 from autopipe.ir.partition import Stage
 from autopipe.runtime.parameters.gradient_sum import Gradients, GradientSum
 from autopipe.runtime.parameters.part import RankPart
@@ -91,11 +91,14 @@ def _hold_whole(
     groups = _groups(part, backend, partial, [range(mesh.dp)])
     masters = _deal(part.split.graph, states, groups) if part.plan.deals else {}
     parameters, stages = _parameters(part, states)
+    varying = _varying(part.split.graph)
     if part.plan.deals:
-        return HeldParameters(states, OptimizerShards(parameters, groups, stages, masters), {})
+        dealt = OptimizerShards(parameters, groups, stages, masters, varying)
+        return HeldParameters(states, dealt, {})
     specs = part.split.graph.states
     low = {n: dtype for n in parameters if (dtype := specs[n].gradient) is not None}
-    return HeldParameters(states, GradientSum(parameters, groups, stages, low=low), {})
+    summed = GradientSum(parameters, groups, stages, low=low, varying=varying)
+    return HeldParameters(states, summed, {})
 
 
 def _hold_gradient_shards(
@@ -110,7 +113,9 @@ def _hold_gradient_shards(
     masters = _deal(graph, states, groups)
     parameters, stages = _parameters(part, states)
     held = RowShards(parameters, groups, masters)
-    return HeldParameters(states, GradientShards(held, parameters, replicas, stages, copies), {})
+    varying = _varying(graph)
+    shards = GradientShards(held, parameters, replicas, stages, copies, varying)
+    return HeldParameters(states, shards, {})
 
 
 def _parameters(
@@ -124,6 +129,13 @@ def _parameters(
     parameters = {n: p for n in names if isinstance(p := states.get(n), nn.Parameter)}
     stages = {stage.index: [n for n in stage.states if n in parameters] for stage in part.stages}
     return parameters, stages
+
+
+def _varying(graph: Graph) -> frozenset[str]:
+    """The states that a part which runs as it is reads: values may decide which of them, as of
+    experts that no row has chosen."""
+    regions = (node for node in graph.nodes if node.op == REGION_OP)
+    return frozenset(v.name for node in regions for v in node.values() if isinstance(v, State))
 
 
 def _deal(
@@ -165,7 +177,8 @@ def _hold_shards(
         module = _lowered(part, stage, {name: states[name] for name in stage.states}).module
         units = units_of(module, own)
         gathered[stage.index] = GatheredStage(held, own, replicas, units)
-    gradients = ParameterShards(held, parameters, replicas, stages, copies)
+    varying = _varying(part.split.graph)
+    gradients = ParameterShards(held, parameters, replicas, stages, copies, varying)
     return HeldParameters(states, gradients, gathered)
 
 

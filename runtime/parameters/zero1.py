@@ -29,7 +29,7 @@ arXiv:1910.02054), section 5.1; masters are part of what it calls optimizer stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class OptimizerShards:
     """The gradients of a rank's parameters, summed once a step, to each rank its rows.
 
     Args:
-        parameters, groups, stages: as of `GradientSum`.
+        parameters, groups, stages, varying: as of `GradientSum`.
         masters: as of `RowShards`.
     """
 
@@ -52,9 +52,11 @@ class OptimizerShards:
         groups: Mapping[str, dist.ProcessGroup],
         stages: Mapping[int, Iterable[str]],
         masters: Mapping[str, nn.Parameter] | None = None,
+        varying: Collection[str] = (),
     ) -> None:
         self._held = RowShards(parameters, groups, masters)
-        self._sum = GradientSum(parameters, groups, stages, self._held.scatter)
+        scatter = self._held.scatter
+        self._sum = GradientSum(parameters, groups, stages, scatter, varying=varying)
 
     @property
     def rows(self) -> Mapping[str, tuple[int, int]]:

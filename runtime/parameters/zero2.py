@@ -46,6 +46,7 @@ class GradientShards:
         copies: the group of each of these names, which is of ranks that have the same rows of one
             data-parallel coordinate: stages on several ranks that use it, and tensor-parallel ranks
             that each have a part of its gradient.
+        varying: as of `GradientSum`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class GradientShards:
         replicas: dist.ProcessGroup,
         stages: Mapping[int, Iterable[str]],
         copies: Mapping[str, dist.ProcessGroup],
+        varying: Collection[str] = (),
     ) -> None:
         self._held = held
         self._parameters = parameters
@@ -62,12 +64,12 @@ class GradientShards:
         self._copies = copies
         dealt = {name: parameters[name] for name in held.rows if parameters[name].requires_grad}
         self._stages = {
-            stage: _StageSum({n: dealt[n] for n in names if n in dealt}, replicas, held)
+            stage: _StageSum({n: dealt[n] for n in names if n in dealt}, replicas, held, varying)
             for stage, names in stages.items()
         }
         self._now: _StageSum | None = None
         copied = {name: shard for name, shard in held.shards.items() if name in copies}
-        self._sum = GradientSum(copied, copies, {})
+        self._sum = GradientSum(copied, copies, {}, varying=varying)
 
     @property
     def rows(self) -> Mapping[str, tuple[int, int]]:
@@ -127,16 +129,23 @@ class _StageSum:
     """What one stage makes in one backward, scattered while it is made.
 
     What gets a gradient is learnt in the first backward, by one small exchange; until then all that
-    is trainable is waited for, and what gets none holds back the buckets after its own.
+    is trainable is waited for, and what gets none holds back the buckets after its own. Where it
+    varies, each backward is as the first one.
 
     Args:
         parameters: those of the stage that are dealt out.
         group: the ranks that they are dealt out to.
+        varying: as of `GradientSum`.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, held: RowShards
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        held: RowShards,
+        varying: Collection[str],
     ) -> None:
+        self._varies = any(name in varying for name in parameters)
         self._parameters = parameters
         self._group = group
         self._held = held
@@ -173,6 +182,8 @@ class _StageSum:
             used = agreed(self._group, self._trained, self._parameters, self._made)
             for name in {*self._fresh} - {*used}:
                 self._held.shards[name].grad = None  # zeros of what nobody uses
+            if self._varies:
+                return
             self._queue = self._queue_of(used, self._made)
         self._learnt = True
 

@@ -35,6 +35,25 @@ def three_steps_of_whole_gradients() -> None:
 
 
 @story("gradients", 2)
+def what_values_decide_is_agreed_on_in_every_step() -> None:
+    """Bug: a gradient after steps without one ended the run, and no gradient was one of zeros."""
+    p = {"always": nn.Parameter(torch.ones(2)), "chosen": nn.Parameter(torch.ones(3))}
+    sums = GradientSum(p, everywhere(p), {0: p}, varying={"chosen"})
+    for users in ([], [0], [0, 1], [], [1]):
+        sums.begin(0)
+        sums.arm(0)
+        loss = p["always"].sum()
+        if dist.get_rank() in users:
+            loss = loss + p["chosen"].sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        sums.finish()
+        found = [None if q.grad is None else q.grad.tolist() for q in p.values()]
+        assert found == [[2.0, 2.0], 3 * [float(len(users))] if users else None], found
+        for q in p.values():
+            q.grad = None
+
+
+@story("gradients", 2)
 def a_sum_begins_before_the_last_backward_ends() -> None:
     """Stage 1's last backward makes d(wide), and its sum begins while d(h) is still to come."""
     events: list[str] = []
