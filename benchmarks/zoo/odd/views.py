@@ -98,3 +98,55 @@ class MergedLowRank(Net):
 
     def inside(self, hidden: Tensor) -> Tensor:
         return hidden + hidden @ self.padded(self.up_from @ self.down_to).T
+
+
+@odd()
+class FourierFeatures(Net):
+    """Random features in a plain attribute, and an order in a list, drawn after the weights."""
+
+    def begin(self) -> None:
+        self.directions = 0.5 * torch.randn(16, 8)
+        self.order = torch.randperm(16).tolist()
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        angles = hidden[:, self.order] @ self.directions
+        return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+@odd()
+class PatchedForward(Net):
+    """A layer whose forward is a function around the one before, with a hook on gradients."""
+
+    def begin(self) -> None:
+        before = self.second.forward
+        self.second.forward = lambda x: before(2 * x) + x  # type: ignore[method-assign]
+        self.second.register_full_backward_hook(lambda m, found, given: (0.5 * found[0],))
+
+
+class _Centred(nn.Module):
+    """Off the mean of what all layers have seen."""
+
+    mean: Tensor
+
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("mean", mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., 16] -> the same."""
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.layer(x - self.mean).tanh()  # type: ignore[no-any-return]
+
+
+@odd()
+class SharedStatistic(Net):
+    """One buffer that three layers write and read."""
+
+    def begin(self) -> None:
+        mean = torch.zeros(16)
+        self.layers = nn.Sequential(*(_Centred(mean) for _ in range(3)))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        made: Tensor = self.layers(hidden)
+        return made
