@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -211,10 +212,13 @@ class _OnCPU(TorchFunctionMode):
         if func is Tensor.cuda:
             return args[0]
         try:
+            if func is torch.zeros and self.instead is not None:
+                return _zeros(*args, **kwargs)
             made = func(*args, **kwargs)
             return self.of_weights.noted(func, args, kwargs, made) if self.of_weights else made
-        except RuntimeError as error:
-            if self.instead is None or "can't allocate memory" not in str(error):
+        except (RuntimeError, MemoryError) as error:
+            full = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+            if self.instead is None or not full:
                 raise
             with self.instead:
                 return func(*args, **kwargs)
@@ -225,6 +229,22 @@ class _OnCPU(TorchFunctionMode):
         if type(arg) in (list, tuple) and any(isinstance(part, Tensor) for part in arg):
             return type(arg)(map(self._here, arg))
         return arg.cpu() if isinstance(arg, Tensor) and _is_on_gpu(arg) else arg
+
+
+_LARGE = 2**26
+"""Bytes of a tensor that is worth a look at what it is for."""
+
+
+def _zeros(*args: Any, **kwargs: Any) -> Tensor:
+    """As `torch.zeros`, which writes each byte; of large ones the system has pages of zeros that
+    take no memory before they are written. A parameter's never are: it will be fake.
+
+    (Llama 4 makes the first matrices of its experts so, 5 GiB in each layer.)
+    """
+    like = torch.zeros(*args, **{**kwargs, "device": "meta"})
+    if like.nbytes < _LARGE or like.requires_grad or like.layout != torch.strided:
+        return torch.zeros(*args, **kwargs)
+    return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape)
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:

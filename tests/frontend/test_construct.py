@@ -1,6 +1,9 @@
 """Constructors that do what they like with weights, run with as few of them as they let one."""
 
+import resource
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,6 +168,33 @@ def test_a_parameter_may_be_larger_than_memory() -> None:
     said: list[str] = []
     model = build_fake(Experts, room=lambda: 0, say=said.append)
     assert model.weights.shape == (2**10, 2**15, 2**15) and said == []
+
+
+def resident() -> int:
+    """Bytes of memory that this process has by now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+class ZeroExperts(nn.Module):
+    """Experts that begin as zeros, as Llama 4 has them, 128 MiB each, and a mask of 64 MiB."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        before = resident() if Path("/proc/self/statm").exists() else 0
+        self.weights = nn.Parameter(torch.zeros(experts, 2**10, 2**15))
+        self.grown = resident() - before if before else 0
+        self.mask: torch.Tensor
+        self.register_buffer("mask", torch.zeros((2**13, 2**13), dtype=torch.bool))
+        self.mask[3, 5] = True
+
+
+@pytest.mark.parametrize("experts", [8, 2**15], ids=["of 1 GiB", "of 4 TiB"])
+def test_zeros_of_a_parameter_are_never_written(experts: int) -> None:
+    """Those of Llama 4 took 5 GiB and a second in each layer. A buffer of zeros has its values."""
+    model = build_fake(partial(ZeroExperts, experts))
+    assert is_fake(model.weights) and model.weights.shape == (experts, 2**10, 2**15)
+    assert model.grown < 2**26
+    assert not is_fake(model.mask) and model.mask.nonzero().tolist() == [[3, 5]]
 
 
 class Reading(nn.Module):
