@@ -2,6 +2,7 @@
 
     min(self.decay, (1 + n) / (10 + n))     where(b < a, b, a)      of equals a, as Python has it
     total / max(mask.sum(), 1)              clamp(a, min=1)
+    min(8, 64 * rows)                       8, of any number of rows
 
 Python asks whether one is less than the other, which would be a branch that a later micro-batch may
 not take: a decay that rises to its limit. torch.export has functions of its own in their place
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from autopipe.ir.torch_patches import patched
 
@@ -32,6 +34,8 @@ def chosen_by_tensors() -> Iterator[None]:
 
     def extreme(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
         def asked(*args: Any, **kwargs: Any) -> Any:
+            if len(args) == 2 and not kwargs and any(isinstance(a, torch.SymInt) for a in args):
+                return _of_sizes(name, *args, otherwise)
             if not any(isinstance(arg, Tensor) for arg in args):
                 return otherwise(*args, **kwargs)
             found = _chosen(name, *args) if len(args) == 2 and not kwargs else None
@@ -50,6 +54,19 @@ def chosen_by_tensors() -> Iterator[None]:
             until.enter_context(patched(builtins, name, instead))
         until.enter_context(patched(math, "pow", power))
         yield
+
+
+def _of_sizes(name: str, a: Any, b: Any, otherwise: Callable[..., Any]) -> Any:
+    """The one that it is for every number of rows, if one is; export's is a size of its own.
+
+    torch asks so for the stride of dims that a view puts together, `min(8, 64 * rows)` of experts
+    before tokens, and does not find that it is 8: the number of rows seems to be fixed.
+    """
+    for one, other in ((a, b), (b, a)):
+        least, most = (one, other) if name == "min" else (other, one)
+        if statically_known_true(least <= most):
+            return one
+    return otherwise(a, b)
 
 
 def _chosen(name: str, a: Any, b: Any) -> Tensor | None:

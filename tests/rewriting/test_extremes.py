@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from tests.support.odd_models import Net, built, inputs, planned, square, unlike
 from tests.support.staged import trace_model
@@ -53,7 +54,21 @@ class Power(Net):
         return self.middle(hidden) * math.pow(self.base, 2)
 
 
-@pytest.mark.parametrize("kind", [Decays, WithANumber, Equal, OfSizes, Power], ids=str)
+class ExpertsBeforeRows(Net):
+    """As Llama 4 has them: every expert takes every row, and a view puts both dims together."""
+
+    def begin(self):
+        self.experts = nn.Parameter(torch.randn(3, 8, 8) / 4)
+
+    def inside(self, hidden):
+        repeated = hidden.repeat(3, 1).view(3, -1, 8)
+        every = torch.bmm(repeated, self.experts).view(-1, 8)
+        return every.reshape(3, -1, 8).sum(0)
+
+
+@pytest.mark.parametrize(
+    "kind", [Decays, WithANumber, Equal, OfSizes, Power, ExpertsBeforeRows], ids=str
+)
 def test_it_computes_what_eager_computes(kind):
     """Bug: a read that was recorded was none in the trace, and the model was refused."""
     assert unlike(built(kind)) == []
@@ -63,6 +78,11 @@ def test_it_computes_what_eager_computes(kind):
 def test_an_extreme_is_no_branch(kind, reads):
     """Of the decays of three micro-batches, 2/11, 3/12 and 4/13, two are above the limit."""
     assert len(trace_model(built(kind), inputs, square).reads) == reads
+
+
+def test_a_view_of_experts_and_rows_fixes_no_rows():
+    """Bug: torch took min(8, 64 * rows) for a size, and the number of rows was said to be fixed."""
+    assert not planned(built(ExpertsBeforeRows), pp=2, micro_batches=2).regions
 
 
 def test_a_mean_over_at_least_one_label():
