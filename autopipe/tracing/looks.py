@@ -239,28 +239,46 @@ class _AsksForGPUs(TorchFunctionMode):
 _IS_CUDA, _DEVICE = Tensor.is_cuda.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 
 
+class NoRoom(CaptureError):
+    """There is no memory for a model's weights; says how much they take, and how much is free."""
+
+
+def _without_weights(program: Program, why: Exception, where: str) -> AutopipeError:
+    """The error for a model that runs only with its weights, or not even with them.
+
+    Args:
+        why: what a run without them has raised.
+        where: the weights are, or what of them.
+    """
+    if not isinstance(why, ReadsParameter):
+        return program.refusal(why)
+    return CaptureError(
+        f"{why}: Python reads a value here that depends on the model's weights{where}",
+        hint="express the branch as a computation (torch.where), or plan where the whole model "
+        "fits in memory",
+    )
+
+
 def _record(look: _Look, within: Within, real: Callable[[], nn.Module] | None) -> tuple[Read, ...]:
     program, tensors = look.program, look.tensors
+    why: Exception
     try:
         with quiet(), Generators().restored(), caches_put_back(*program.parts):
             return look.reads(within)
-    except ReadsParameter as found:
-        if real is None:
-            raise CaptureError(
-                f"{found}: Python reads a value here that depends on the model's weights, "
-                "which are not at hand",
-                hint="express the branch as a computation (torch.where), or plan where the whole "
-                "model fits in memory",
-            ) from found
     except (ModelError, NeedsNumbers):
         raise
     except DynamicOutputShapeException as error:
         raise program.refusal(error) from error
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # ReadsParameter, or whatever the model's own code raises
         # Perhaps for the lack of values alone: some kernels have no version for fake tensors.
-        if real is None:
-            raise program.refusal(error) from error
-    fake, program.model = program.model, real()
+        why = error
+    if real is None:
+        raise _without_weights(program, why, ", which are not at hand") from why
+    try:
+        weights = real()
+    except NoRoom as found:
+        raise _without_weights(program, why, f"; {found.message}") from why
+    fake, program.model = program.model, weights
     program.twins += (program.model,)
     try:
         with parameters_in(program.model, program.kept):

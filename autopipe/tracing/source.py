@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autopipe.errors import CaptureError, ModelError
+from autopipe.errors import ModelError
 from autopipe.frontend.construct import Factory, build_fake, fake_copy
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.quiet import libraries_hushed
@@ -24,6 +24,7 @@ from autopipe.opaque.scripted import plain
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
+from autopipe.tracing.looks import NoRoom
 from autopipe.tracing.low_precision import SixteenBits, kept_by
 from autopipe.tracing.trace import Trace, trace
 from autopipe.util import host_memory, numbers
@@ -134,9 +135,9 @@ def trace_source(
             return plain(model)
         needed, found = parameter_bytes(skeleton), host_memory.available()
         if needed > found:
-            raise CaptureError(
-                f"the model must run once with its weights, for Python reads values that depend on "
-                f"them; they take {numbers.memory(needed)}, and {numbers.memory(found)} are free",
+            raise NoRoom(
+                f"the model must run once with its weights: they take {numbers.memory(needed)}, "
+                f"and {numbers.memory(found)} are free",
                 hint="express the branch as a computation (torch.where)",
             )
         with torch.random.fork_rng(devices=[]):  # a seed in it is of its weights, not of draws

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from autopipe.planfile.parts import Read
 from autopipe.tracing.source import trace_source
 from autopipe.tracing.trace import trace
 from autopipe.tracing.value_guards import check
+from autopipe.util import host_memory
 from tests.support.staged import lowered, one_micro_batch, trace_model
 
 
@@ -113,6 +115,25 @@ def test_without_the_real_model_it_is_refused_with_its_line(kind):
         traced(reads[kind], real=None)
     assert str(error.value).startswith(f"{__file__}:")
     assert "depends on the model's weights, which are not at hand" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("read", "depends on the model's weights; the model must run once with its weights: they"),
+        ("mistake", "the model raises TypeError"),
+    ],
+)
+def test_where_there_is_no_room_for_weights_a_mistake_is_told_as_one(monkeypatch, kind, said):
+    """Bug: of any error in the forward of a large model it was said that Python reads values."""
+    does = {
+        "read": lambda m, x, hidden: bool(hidden.sum() > 0),
+        "mistake": lambda m, x, hidden: torch.topk(hidden, k=None),
+    }
+    monkeypatch.setattr(host_memory, "available", lambda: 0)
+    with pytest.raises(CaptureError, match=re.escape(said)) as error:
+        trace_source(lambda: Reader(does[kind]), ones(2), describe(ones(2), ones(3), 2, 3), None)
+    assert str(error.value).startswith(f"{__file__}:")
 
 
 WRITTEN = {
