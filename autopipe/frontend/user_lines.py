@@ -26,19 +26,19 @@ _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
 
 @cache
-def _torch() -> str:
-    """The folder of torch, which is not imported for it: the command line starts without."""
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None, "autopipe depends on torch"
-    return str(Path(found.origin).parent) + os.sep
+def _around() -> tuple[str, ...]:
+    """The folders of torch, and of what calls autopipe's commands; none is imported for it: the
+    command line starts without torch."""
+    found = map(importlib.util.find_spec, ("torch", "typer", "click"))  # some typers have no click
+    return tuple(str(Path(s.origin).parent) + os.sep for s in found if s is not None and s.origin)
 
 
 @cache
 def _is_users(filename: str) -> bool:
-    """Neither torch, nor autopipe, nor the standard library's plumbing between them."""
+    """Neither torch, nor autopipe, nor the plumbing between them and below."""
     if filename.startswith("<") or (filename.startswith(_PYTHON) and not _is_installed(filename)):
         return False
-    return not filename.startswith((_torch(), _OURS))
+    return not filename.startswith((*_around(), _OURS))
 
 
 def _is_installed(filename: str) -> bool:

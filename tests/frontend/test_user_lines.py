@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer.main
 
 from autopipe.errors import ModelError
 from autopipe.frontend import user_lines
@@ -14,7 +15,7 @@ TORCH = torch.nn.functional.__file__
 
 
 def test_the_line_that_runs_now():
-    assert user_lines.here() == f"{__file__}:17"
+    assert user_lines.here() == f"{__file__}:18"
 
 
 def test_the_line_an_exception_came_through_with_its_text():
@@ -23,7 +24,7 @@ def test_the_line_an_exception_came_through_with_its_text():
     except RuntimeError as error:
         found = user_lines.of_error(error)
     assert found == (
-        f"{__file__}:22 `torch.nn.Linear(3, 3)(torch.ones(4))  # raises deep inside torch`"
+        f"{__file__}:23 `torch.nn.Linear(3, 3)(torch.ones(4))  # raises deep inside torch`"
     )
 
 
@@ -71,12 +72,15 @@ def test_no_line_of_the_users():
     assert user_lines.of_trace(None) == ""
     assert user_lines.of_trace(f'  File "{TORCH}", line 1, in relu') == ""
     assert user_lines.of_trace(f'  File "{user_lines.__file__}", line 1, in here') == ""
+    called = f'  File "{typer.main.__file__}", line 1, in wrapper'
+    assert user_lines.of_trace(called) == "", "it calls autopipe's commands; nobody's model does"
 
 
 def test_whose_a_file_is():
     """A folder may be called nearly as Python calls that of installed packages."""
     own = ["/home/me/model.py", "model.py", "/home/me/our-packages/model.py"]
-    others = [TORCH, contextlib.__file__, user_lines.__file__, "<string>", "sys"]
+    others = [TORCH, contextlib.__file__, user_lines.__file__, typer.main.__file__]
+    others += ["<string>", "sys"]
     others += [f"/home/me/.venv/lib/python3.11/{kind}-packages/a/b.py" for kind in ("site", "dist")]
     assert [user_lines.is_own_code(name) for name in own] == [True] * len(own)
     assert [user_lines.is_own_code(name) for name in others] == [False] * len(others)
