@@ -212,9 +212,8 @@ class _OnCPU(TorchFunctionMode):
         if func is Tensor.cuda:
             return args[0]
         try:
-            if func is torch.zeros and self.instead is not None:
-                return _zeros(*args, **kwargs)
-            made = func(*args, **kwargs)
+            untouched = func is torch.zeros and self.instead is not None
+            made = (_zeros if untouched else func)(*args, **kwargs)
             return self.of_weights.noted(func, args, kwargs, made) if self.of_weights else made
         except (RuntimeError, MemoryError) as error:
             full = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
@@ -241,6 +240,8 @@ def _zeros(*args: Any, **kwargs: Any) -> Tensor:
 
     (Llama 4 makes the first matrices of its experts so, 5 GiB in each layer.)
     """
+    if kwargs.get("out") is not None or kwargs.get("pin_memory"):  # memory of another's
+        return torch.zeros(*args, **kwargs)
     like = torch.zeros(*args, **{**kwargs, "device": "meta"})
     if like.nbytes < _LARGE or like.requires_grad or like.layout != torch.strided:
         return torch.zeros(*args, **kwargs)

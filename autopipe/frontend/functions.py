@@ -64,15 +64,20 @@ class HeldFunctions:
             named_copies = {name: self._copied(one) for name, one in named}
             return partial(self._copied(value.func), *args, **named_copies)
         if type(value) in (list, tuple, dict) and any(id(p) in self._memo for p in _parts(value)):
-            self._memo[id(value)] = made = copy.copy(value)
-            if isinstance(made, dict):
-                made.update({key: self._copied(one) for key, one in value.items()})
-            elif isinstance(made, list):
-                made[:] = map(self._copied, value)
-            else:
-                self._memo[id(value)] = made = tuple(map(self._copied, value))
-            return made
+            return self._with_copies(value)
         return _another(value, self._memo)
+
+    def _with_copies(self, value: Any) -> Any:
+        """A list, a tuple or a dict like this one, of the copies of what is in it."""
+        made: Any = copy.copy(value)
+        if isinstance(value, tuple):
+            made = tuple(map(self._copied, value))
+        self._memo[id(value)] = made  # before its entries, among which it may be itself
+        if isinstance(value, dict):
+            made.update({key: self._copied(one) for key, one in value.items()})
+        elif isinstance(value, list):
+            made[:] = map(self._copied, value)
+        return made
 
 
 def _parts(value: Any) -> Iterator[Any]:

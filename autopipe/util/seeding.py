@@ -62,18 +62,18 @@ def _go(given: tuple[Any, Any]) -> None:
         sys.modules["numpy"].random.set_state(given[1])
 
 
-def alike(model: Any, drawn: tuple[Any, Any]) -> Any:
-    """A user's `model()` that draws the same from these generators in each call, on each rank.
+def alike(function: Any, drawn: tuple[Any, Any]) -> Any:
+    """A function that draws the same from these generators in each call, in each process.
 
     Args:
-        drawn: where they are after the import of its file, which may seed them.
+        drawn: where they are when it is called.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with at(drawn):
-            return model(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    call.__module__ = model.__module__
+    call.__module__ = function.__module__
     return call
 
 

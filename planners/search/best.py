@@ -213,16 +213,16 @@ def _tried(
     # It ends when none that is left can win: no share of all tells how much longer it takes.
     with phase(f"searching up to {len(least):,} meshes and schedules") as done:
         for config in sorted(least, key=lambda config: least[config]):
-            known = (*incumbents, *quickest.values())
-            if _outdone(least[config], known, meshes):
+            slowest = _slowest((*incumbents, *quickest.values()), meshes)
+            longest = slowest * (1 + TOLERANCE)
+            if least[config] > longest:
                 break
             done()
-            slowest = _slowest(known, meshes)
             if not thorough and (out := ruled_out(problem, config, slowest)):
                 if out.ever:
                     too_full[config] = out.units
                 else:
-                    too_slow[config] = slowest * (1 + TOLERANCE)
+                    too_slow[config] = longest
                 continue
             decision = choice(problem, config)
             if decision is None:
@@ -235,11 +235,6 @@ def _tried(
     return _Looked(scored, too_full, too_slow)
 
 
-def _outdone(seconds: float, known: Iterable[float], meshes: int) -> bool:
-    """Whether so many meshes are known to take less."""
-    return seconds > _slowest(known, meshes) * (1 + TOLERANCE)
-
-
 def _slowest(known: Iterable[float], meshes: int) -> float:
     """Seconds of the slowest of the best so many meshes; infinite where fewer are known."""
     return next(iter(sorted(known)[meshes - 1 : meshes]), math.inf)
@@ -247,7 +242,7 @@ def _slowest(known: Iterable[float], meshes: int) -> float:
 
 def out_of_the_best_two(seconds: float, incumbents: Sequence[float]) -> bool:
     """Whether no mesh whose steps take at least so long can be the best or the second best."""
-    return _outdone(seconds, incumbents, 2)
+    return seconds > _slowest(incumbents, 2) * (1 + TOLERANCE)
 
 
 def _nearest_of_rest(looked: _Looked, untried: Iterable[Config]) -> Iterable[Config]:

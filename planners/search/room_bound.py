@@ -63,16 +63,16 @@ def ruled_out(problem: Problem, config: Config, seconds: float = math.inf) -> Ru
     room = max(group.memory for group in problem.machine.groups(config.dp)) - beyond + ROUNDED
     # One in flight everywhere first: most configs are out by that, and no schedule has been made.
     for flying in (_one_in_flight, in_flights):
-        sums = [least.upto(held) for held in flying(problem, config)]
+        held = flying(problem, config)
+        upto = {in_flight: least.upto(in_flight) for in_flight in {*held}}
+        sums = [upto[in_flight] for in_flight in held]
         # A device with several stages may deal out its room among them as it likes.
-        together = [least.upto(min(flying(problem, config)))]
+        together = [upto[min(held)]]
         if units := max(_left_over(together, config.pp * room), _left_over(sums, room)):
             return RuledOut(units, ever=True)
         if seconds < math.inf:
-            taken, longest = (
-                seconds_before(problem, config),
-                longest_period(problem, config, seconds),
-            )
+            taken = seconds_before(problem, config)
+            longest = longest_period(problem, config, seconds)
             if units := _left_over(sums, room, taken, longest):
                 return RuledOut(units, ever=False)
     return None

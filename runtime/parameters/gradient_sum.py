@@ -143,6 +143,7 @@ class GradientSum:
         self._low = {parameters[name]: dtype for name, dtype in (low or {}).items()}
         self._shared = [n for n, p in parameters.items() if p.requires_grad and n in groups]
         self._varying = [name for name in self._shared if name in varying]
+        self._steady = [name for name in self._shared if name not in varying]
         self._stages = {stage: set(self._shared) & set(names) for stage, names in stages.items()}
         self._to_come = self._holders()
         self._learnt: _Learnt | None = None
@@ -176,9 +177,8 @@ class GradientSum:
         """
         if self._learnt is None:
             self._learnt = self._learn()
-        for name in self._shared:
-            varies, known = name in self._varying, name in self._learnt.of
-            if self._parameters[name].grad is not None and not (varies or known):
+        for name in self._steady:
+            if self._parameters[name].grad is not None and name not in self._learnt.of:
                 raise unexpected(name)
         for queue in (*self._learnt.queues, *self._queues(self._varying, ())):
             queue.end()
@@ -229,7 +229,7 @@ class GradientSum:
         """Agree, group by group, on what gets a gradient on any rank, and make buckets of that."""
         learnt = _Learnt(self._trainable())
         used = {n for n in self._shared if self._parameters[n].grad is not None}
-        for queue in self._queues([n for n in self._shared if n not in self._varying], used):
+        for queue in self._queues(self._steady, used):
             learnt.queues.append(queue)
             learnt.of |= dict.fromkeys(queue.names, queue)
         return learnt

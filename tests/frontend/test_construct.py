@@ -197,6 +197,18 @@ def test_zeros_of_a_parameter_are_never_written(experts: int) -> None:
     assert not is_fake(model.mask) and model.mask.nonzero().tolist() == [[3, 5]]
 
 
+class ZerosInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2, 3))
+        torch.zeros(2, 3, out=self.get_buffer("table"))
+
+
+def test_zeros_may_go_to_a_tensor_that_is_there() -> None:
+    model = build_fake(ZerosInPlace)
+    assert model.get_buffer("table").tolist() == [[0.0] * 3] * 2
+
+
 class Reading(nn.Module):
     """Reads its weight in its own constructor."""
 
