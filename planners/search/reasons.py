@@ -13,7 +13,7 @@ from autopipe.planners.model.estimate import Estimate, Scored
 from autopipe.planners.model.places import ranks_of
 from autopipe.planners.model.problem import Problem
 from autopipe.planners.search.configs import one_of
-from autopipe.planners.search.relax import Help
+from autopipe.planners.search.relax import Help, Relaxations
 from autopipe.util import numbers
 from autopipe.util.numbers import VISIBLE, Amount, count, percent
 
@@ -90,13 +90,13 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
 def nothing_fits(
     problem: Problem,
     scored: Sequence[Scored],
-    helps: Callable[[], Sequence[Help]],
+    changes: Relaxations,
     heuristic: str | None,
 ) -> NothingFits:
     """The refusal, with the decision that comes nearest and what it lacks, by part.
 
     Args:
-        helps: finds changes after which a plan fits.
+        changes: find those after which a plan fits.
         heuristic: the planner's name if it may have missed one.
     """
     nearest = min(scored, key=lambda s: s.estimate.overflow)
@@ -116,7 +116,8 @@ def nothing_fits(
         f"no {kind} fits {amount.of(found.limit)} a device: nearest is "
         f"{nearest.decision.config}{of_tp}{again}, whose {needing} {amount.of(held.peak)}, "
         f"{numbers.memory(found.overflow)} too many ({listed}).",
-        lambda: [*([Help(EXACT)] if heuristic else []), *helps()],
+        lambda: [*([Help(EXACT)] if heuristic else []), *changes.that_help()],
+        changes.more_devices,
         f"{what} of {amount.ceiling(held.peak)}",
         problem.tp,
         found.overflow,
@@ -152,6 +153,7 @@ class NothingFits(InfeasibleError):
     may fit.
 
     Attributes:
+        more_devices: of how many devices a plan fits, if they are fewer than so many.
         larger: the devices, or the limit, that the nearest plan wants.
         tp: the problem's tensor-parallel degree.
     """
@@ -160,12 +162,14 @@ class NothingFits(InfeasibleError):
         self,
         message: str,
         helps: Callable[[], Sequence[Help]],
+        more_devices: Callable[[int | None], Help | None],
         larger: str,
         tp: int,
         shortfall: int,
     ) -> None:
         super().__init__(message, shortfall=shortfall)
         self._find, self.larger, self.tp = helps, larger, tp
+        self.more_devices = more_devices
 
     @cached_property
     def helps(self) -> tuple[Help, ...]:
@@ -184,19 +188,15 @@ class NothingFits(InfeasibleError):
     def beside(self, others: Sequence[NothingFits], further: Sequence[Help]) -> NothingFits:
         """The same where other degrees' problems have been looked at as well: they may do with
         fewer devices. `further` are helps of another kind."""
-        fewest = min(
-            (
-                (help.devices, error is not self, error.tp, help)
-                for error in (self, *others)
-                for help in error.helps
-                if help.devices
-            ),
-            default=None,
-        )
         helps = [help for help in self.helps if not help.devices]
+        fewest = next((help for help in self.helps if help.devices), None)
+        for error in sorted(others, key=lambda error: error.tp):
+            fewer = error.more_devices(fewest.devices if fewest else None)
+            if fewer is not None:
+                fewest = fewer._replace(what=f"{fewer.what} with tp={error.tp}")
         if fewest is not None:
-            _, elsewhere, tp, help = fewest
-            what = f"{help.what} with tp={tp}" if elsewhere else help.what
-            helps.append(help._replace(what=what))
+            helps.append(fewest)
         every = [*further, *helps]
-        return NothingFits(self.message, lambda: every, self.larger, self.tp, self.shortfall)
+        return NothingFits(
+            self.message, lambda: every, self.more_devices, self.larger, self.tp, self.shortfall
+        )

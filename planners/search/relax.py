@@ -12,7 +12,8 @@ what was asked for, all of it, if nothing above helps
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from autopipe.errors import InfeasibleError
@@ -44,64 +45,89 @@ class Help(NamedTuple):
         return f"{self.what} (+{percent(self.longer)} time)" if self.longer > 0 else self.what
 
 
-def would_fit(problem: Problem, fastest: Fastest) -> list[Help]:
-    """Changes after which a plan fits, each tried; all that was asked for at once if nothing else
-    helps."""
-    unlimited = fastest(limitless(problem))
+@dataclass(frozen=True)
+class Relaxations:
+    """The changes of a problem of which no plan fits.
 
-    def help_of(names: Sequence[str], changed: Problem, best: Scored, devices: int = 0) -> Help:
+    Args:
+        problem: as it is asked for.
+        fastest: of a changed one, the fastest decision that fits.
+    """
+
+    problem: Problem
+    fastest: Fastest
+
+    def that_help(self) -> list[Help]:
+        """What to change so that a plan fits, each change tried; all that was asked for at once if
+        nothing else helps."""
+        helps = []
+        for name, changes in _changes(self.problem):
+            for changed in changes:
+                if (best := self._fitting(changed)) is not None:
+                    helps.append(self._help([name], changed, best))
+                    break
+        if (devices := self.more_devices()) is not None:
+            helps.append(devices)
+        elif not helps:
+            names = [name for name, _ in _changes(self.problem)]
+            for changed in _free(self.problem) if len(names) > 1 else ():
+                if (best := self._fitting(changed)) is not None:
+                    differing = [n for n in names if _differs(n, best.decision, self.problem)]
+                    helps.append(self._help(differing, changed, best))
+                    break
+        return helps
+
+    def more_devices(self, fewer_than: int | None = None) -> Help | None:
+        """As few more devices as are enough; None: there are none, the mesh is as asked for, or
+        they are no fewer than so many.
+
+        Of numbers that are enough the one before the least may be too few; those between are
+        halved.
+        """
+        asked, own = self.problem.constraints, self.problem.machine
+        if asked.pp is not None and asked.dp is not None:
+            return None
+        most = (MOST_MORE - 1) * own.devices
+        if fewer_than is not None:
+            most = min(most, (fewer_than - 1 - own.existing) // own.streams)
+        few, enough, found = 0, 0, None
+        while found is None and enough < most:
+            # One more often is enough; of fewer than are known to be, it is the most that tell.
+            few, enough = enough, most if fewer_than is not None else max(1, 2 * enough)
+            found = self._on_more(enough) if enough <= most else None
+        while found is not None and enough - few > 1:
+            between = (few + enough) // 2
+            if (fewer := self._on_more(between)) is None:
+                few = between
+            else:
+                enough, found = between, fewer
+        return found
+
+    def _on_more(self, more: int) -> Help | None:
+        """So many more devices, if they are enough."""
+        changed = replace(self.problem, machine=_with_more(self.problem.machine, more))
+        best = self._fitting(changed)
+        if best is None:
+            return None
+        return self._help(["devices"], changed, best, changed.machine.existing)
+
+    def _help(self, names: Sequence[str], changed: Problem, best: Scored, devices: int = 0) -> Help:
+        unlimited = self._unlimited
         longer = 0.0
         if unlimited is not None:
             longer = best.estimate.step_seconds / unlimited.estimate.step_seconds - 1
         said = [_said(name, best.decision, changed) for name in names]
         return Help(_together(said), longer, devices)
 
-    helps = []
-    for name, changes in _changes(problem):
-        for changed in changes:
-            if (best := _fitting(changed, fastest)) is not None:
-                helps.append(help_of([name], changed, best))
-                break
-    changed, best = _fewest_devices(problem, fastest)
-    if best is not None:
-        devices = changed.machine.existing
-        helps.append(help_of(["devices"], changed, best, devices))
-    elif not helps:
-        names = [name for name, _ in _changes(problem)]
-        for changed in _free(problem) if len(names) > 1 else ():
-            if (best := _fitting(changed, fastest)) is not None:
-                differing = [name for name in names if _differs(name, best.decision, problem)]
-                helps.append(help_of(differing, changed, best))
-                break
-    return helps
+    @cached_property
+    def _unlimited(self) -> Scored | None:
+        return self.fastest(limitless(self.problem))
 
-
-def _fewest_devices(problem: Problem, fastest: Fastest) -> tuple[Problem, Scored | None]:
-    """The problem with as few more devices as are enough, and its fastest decision; None: there is
-    none, or the mesh is as asked for.
-
-    Of numbers that are enough the one before the least may be too few; those between are halved.
-    """
-    asked, own = problem.constraints, problem.machine
-    few, enough = 0, 1
-    if asked.pp is not None and asked.dp is not None:
-        return problem, None
-
-    def tried(more: int) -> tuple[Problem, Scored | None]:
-        changed = replace(problem, machine=_with_more(own, more))
-        return changed, _fitting(changed, fastest)
-
-    while (best := tried(enough))[1] is None:
-        few, enough = enough, 2 * enough
-        if enough > (MOST_MORE - 1) * own.devices:
-            return problem, None
-    while enough - few > 1:
-        between = (few + enough) // 2
-        if (found := tried(between))[1] is None:
-            few = between
-        else:
-            enough, best = between, found
-    return best
+    def _fitting(self, changed: Problem) -> Scored | None:
+        try:
+            return self.fastest(changed)
+        except InfeasibleError:
+            return None  # what is left asked for contradicts itself
 
 
 def _changes(problem: Problem) -> Iterator[tuple[str, list[Problem]]]:
@@ -151,13 +177,6 @@ def _degree(name: str, decision: Decision, problem: Problem) -> Any:
     if name == "micro_batch_size":
         return decision.config.microbatch_rows(problem.batch)
     return getattr(decision.config, name)
-
-
-def _fitting(problem: Problem, fastest: Fastest) -> Scored | None:
-    try:
-        return fastest(problem)
-    except InfeasibleError:
-        return None  # what is left asked for contradicts itself
 
 
 def _said(name: str, decision: Decision, problem: Problem) -> str:

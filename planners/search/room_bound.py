@@ -50,17 +50,21 @@ def left_over(problem: Problem, config: Config) -> int:
     return found.units if found else 0
 
 
-def ruled_out(problem: Problem, config: Config, seconds: float = math.inf) -> RuledOut | None:
+def ruled_out(
+    problem: Problem, config: Config, seconds: float = math.inf, more: int = 0
+) -> RuledOut | None:
     """Whether nothing fits in a config, or nothing whose step is short enough; None: it may.
 
     Args:
         seconds: of the longest step that is of interest.
+        more: bytes by which each device is taken for larger than it is.
     """
     if config.turns:
         return None  # the bound is of shares over dp ranks alone
     least = bound(problem, config)
     beyond = problem.seen_beyond(config)
-    room = max(group.memory for group in problem.machine.groups(config.dp)) - beyond + ROUNDED
+    largest = max(group.memory for group in problem.machine.groups(config.dp))
+    room = largest - beyond + ROUNDED + more
     # One in flight everywhere first: most configs are out by that, and no schedule has been made.
     for flying in (_one_in_flight, in_flights):
         held = flying(problem, config)

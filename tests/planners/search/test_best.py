@@ -10,13 +10,13 @@ import pytest
 from autopipe.errors import InfeasibleError
 from autopipe.planners.model.devices import Machine
 from autopipe.planners.model.estimate import estimate
-from autopipe.planners.model.problem import Config, Constraints, Problem
-from autopipe.planners.search import best as answer
-from autopipe.planners.search.best import Answer, Outdone, beside
+from autopipe.planners.model.problem import Config, Constraints, Decision, Problem
+from autopipe.planners.search.best import Answer, Outdone, beside, best_answer
 from autopipe.planners.search.bound import bound
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.dynamic import choose
 from autopipe.planners.search.registry import PLANNERS
+from autopipe.planners.search.relax import Relaxations
 from tests.support.long import sampled
 from tests.support.problems import line, random_problem, rich_problem
 
@@ -26,7 +26,7 @@ MAKERS = {"plain": random_problem, "rich": rich_problem}
 @pytest.fixture(autouse=True)
 def no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_relax` is about what would fit; looking for it takes most of the time."""
-    monkeypatch.setattr(answer, "would_fit", lambda problem, fastest: [])
+    monkeypatch.setattr(Relaxations, "that_help", lambda self: [])
 
 
 def limited(devices: Machine, memory: int) -> Machine:
@@ -250,3 +250,25 @@ def test_one_mesh_alone_is_what_asking_for_it_gives(planner: str) -> None:
             found = PLANNERS[planner](problem, mesh=mesh)
             assert found.decision == expected.decision
             assert found.estimate == expected.estimate and not found.alternatives
+
+
+def test_where_nothing_fits_what_is_farther_from_it_is_not_searched() -> None:
+    """Four units of 4000 bytes on four devices: that with a stage each is nearest, and of no other
+    config may one be nearer. Each of them was searched for the sentence, thousands in a large
+    model."""
+    problem = line(
+        (1.0,) * 4, devices=4, memory=2000, parameter=1000, batch=4, constraints=Constraints()
+    )
+    tried = []
+
+    def choice(problem: Problem, config: Config) -> Decision:
+        tried.append(config)
+        return choose(problem, config)
+
+    with pytest.raises(InfeasibleError, match="nearest is pp=4 dp=1") as refusal:
+        best_answer(problem, choice)
+    lacking = {c: estimate(problem, choose(problem, c)).overflow for c in configs(problem)}
+    least = min(lacking.values())
+    assert refusal.value.shortfall == least
+    assert {config for config in lacking if lacking[config] == least} <= {*tried}
+    assert len(tried) < len(lacking) / 2

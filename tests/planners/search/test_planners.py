@@ -28,11 +28,11 @@ from autopipe.planners.model.problem import (
     Shared,
     splits,
 )
-from autopipe.planners.search import best
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.device_orders import orders
 from autopipe.planners.search.registry import PLANNERS
+from autopipe.planners.search.relax import Relaxations
 from autopipe.planners.search.uniform import even_cuts
 from autopipe.schedules.registry import SCHEDULES
 from tests.support.long import sampled, share
@@ -86,7 +86,7 @@ tight ones that is what must be."""
 @pytest.fixture(autouse=True)
 def no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would fit is looked for by the same code whoever plans; most of the time goes there."""
-    monkeypatch.setattr(best, "would_fit", lambda problem, fastest: [])
+    monkeypatch.setattr(Relaxations, "that_help", lambda self: [])
 
 
 def found_by(planner: str, problem: Problem) -> Found:

@@ -13,7 +13,7 @@ from autopipe.planners.model import memory as memory_model
 from autopipe.planners.model.problem import Again, Constraints, Problem, Saved
 from autopipe.planners.search.dynamic import fastest
 from autopipe.planners.search.registry import PLANNERS
-from autopipe.planners.search.relax import UNLIMITED, limitless, would_fit
+from autopipe.planners.search.relax import UNLIMITED, Relaxations, limitless
 from tests.support.problems import line, machine, rich_problem
 
 ONE = Constraints(pp=1, dp=1, schedule="1f1b")
@@ -21,7 +21,7 @@ ONE = Constraints(pp=1, dp=1, schedule="1f1b")
 
 def helps(problem: Problem) -> list[str]:
     """What the refusal's hint is made of."""
-    return list(map(str, would_fit(problem, fastest)))
+    return list(map(str, Relaxations(problem, fastest).that_help()))
 
 
 def asking(problem: Problem, **asked: object) -> Problem:
@@ -126,6 +126,10 @@ def test_as_few_devices_as_are_enough() -> None:
     2 + 4 the last are enough, and of those between 2 + 3."""
     problem = line((1.0,) * 9, devices=2, memory=900, constraints=Constraints(schedule="1f1b"))
     assert [words.split(" (")[0] for words in helps(problem)] == ["5 devices"]
+    changes = Relaxations(problem, fastest)
+    for fewer_than, found in ((4, None), (5, None), (6, 5), (100, 5)):
+        help = changes.more_devices(fewer_than)
+        assert (help and help.devices) == found, f"of fewer than {fewer_than}"
     for devices, enough in ((4, False), (5, True)):
         limited = replace(problem, machine=machine(devices, 900))
         assert (fastest(limited) is not None) == enough
