@@ -10,8 +10,7 @@ alike, or each as large as the whole, are a mistake that no later step would sho
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -25,6 +24,7 @@ from autopipe.frontend.model_file import ModelFile
 from autopipe.runtime.checkpoint.plain import fence, like, plain
 from autopipe.runtime.step.pipe import Pipe
 from autopipe.util.progress import phase
+from autopipe.util.seeding import begin_beside_torch, go_to, places
 from autopipe.util.seeding import seed as derive_seed
 
 ENDED = -1
@@ -97,10 +97,10 @@ class Feed:
 
         The pipe's seed is that of the run, also where a checkpoint had it.
         """
-        seed = self._pipe.seed
-        if not epoch:
-            random.seed(seed)
-        torch.manual_seed(derive_seed(seed, "epoch", epoch) if epoch else seed)
+        run = self._pipe.seed
+        own = derive_seed(run, "epoch", epoch) if epoch else run
+        torch.manual_seed(own)
+        begin_beside_torch(own)
 
     def position(self) -> dict[str, Any]:
         """Where the run stands in its batches, and the random states there, as JSON data.
@@ -249,15 +249,22 @@ class Feed:
         return asked if short else f"{self._file.source}: {asked}"
 
 
-def _random_states() -> tuple[Any, Tensor]:
-    """Of Python's generator and of torch's: a `batches` may draw from either."""
-    return random.getstate(), torch.get_rng_state()
+def _random_states() -> tuple[Any, Tensor, Any]:
+    """Of the generators that a `batches` may draw from: Python's, torch's, and numpy's where it is
+    loaded. A checkpoint can hold them."""
+    python, numpy = places()
+    if numpy is not None:
+        kind, keys, *rest = numpy
+        numpy = (kind, keys.tolist(), *rest)
+    return python, torch.get_rng_state(), numpy
 
 
-def _set_random_states(states: tuple[Any, Tensor]) -> None:
+def _set_random_states(states: Sequence[Any]) -> None:
+    """A checkpoint of an earlier version has none of numpy's."""
     with fence("the random state"):
-        random.setstate(states[0])
-        torch.set_rng_state(states[1])
+        python, of_torch, numpy = (*states, None)[:3]
+        go_to((python, numpy))
+        torch.set_rng_state(of_torch)
 
 
 def _varied(leaf: batches.Leaf) -> bool:

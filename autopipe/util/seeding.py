@@ -49,14 +49,15 @@ def beside_torch(number: int) -> Iterator[None]:
 def at(given: tuple[Any, Any]) -> Iterator[None]:
     """Within, these generators go on from `places()`; afterwards they are where they were."""
     before = places()
-    _go(given)
+    go_to(given)
     try:
         yield
     finally:
-        _go(before)
+        go_to(before)
 
 
-def _go(given: tuple[Any, Any]) -> None:
+def go_to(given: tuple[Any, Any]) -> None:
+    """Let these generators go on from `places()`."""
     random.setstate(given[0])
     if given[1] is not None:
         sys.modules["numpy"].random.set_state(given[1])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -290,8 +291,17 @@ def taken(pipe: Pipe, file: ModelFile, count: int, feed: Feed | None = None) -> 
         "    def __len__(self): return 12\n"
         "    def __getitem__(self, n): return {'x': torch.full((8,), n), 'target': torch.rand(4)}\n"
         "batches = torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True)\n",
+        "import random\n"
+        "def batches(size):\n"
+        "    for n in random.sample(range(3), 3):\n"
+        "        yield {'x': torch.zeros(4, 8), 'target': torch.full((4,), n + random.random())}\n",
+        "import numpy\n"
+        "def batches(size):\n"
+        "    for n in numpy.random.permutation(3):\n"
+        "        target = torch.full((4,), n + numpy.random.normal())\n"
+        "        yield {'x': torch.zeros(4, 8), 'target': target}\n",
     ],
-    ids=["random", "one left out", "shuffled"],
+    ids=["random", "one left out", "shuffled", "by Python", "by numpy"],
 )
 def test_the_batches_after_a_position(body: str, count: int, load: Load) -> None:
     """In this epoch and in the next one they are those of a run that was never stopped."""
@@ -302,6 +312,7 @@ def test_the_batches_after_a_position(body: str, count: int, load: Load) -> None
     _, position = taken(pipe, file, count)
     torch.manual_seed(0)
     random.seed(7)
+    numpy.random.seed(7)
     again = Feed(pipe, file, 2, lambda line: None)
     again.go_to(position)
     found = [batch["target"] for batch in again]
