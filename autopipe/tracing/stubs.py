@@ -214,7 +214,7 @@ class Span:
             inner = tuple(_moved(scope, home, there) for scope in node.scopes[depth:])
             for value in node.values():
                 if value not in known:
-                    known[value] = _own(value, home, there, states)
+                    known[value] = _own(value, home, there, states, nodes[: self.first])
             alike = replace(
                 node.reading(known),
                 name=name((*scopes, *inner), node.op),
@@ -232,8 +232,19 @@ def _moved(path: str, home: str, there: str) -> str:
     return there + path.removeprefix(home)
 
 
-def _own(value: Value, home: str, there: str, states: Mapping[str, object]) -> Value:
-    """The equal block's state that corresponds to a parameter or buffer of the first block."""
+def _own(
+    value: Value, home: str, there: str, states: Mapping[str, object], before: Sequence[Node]
+) -> Value:
+    """What the equal block has in the place of a parameter or buffer of the first block, or of a
+    copy of one that was made before it: buffers that are read in 16 bits are all cast at first."""
+    if isinstance(value, Ref):
+        copy = next((node for node in before if node.name == value.node), None)
+        if copy is not None and all(isinstance(read, State) for read in copy.values()):
+            own = {read: _own(read, home, there, states, ()) for read in copy.values()}
+            alike = copy.reading(own)
+            for node in before:
+                if (node.op, node.args, node.kwargs) == (alike.op, alike.args, alike.kwargs):
+                    return Ref(node.name, value.output)
     if not isinstance(value, State):
         raise Unlike(f"{value} comes into {home} from outside, and not as an argument")
     moved = _moved(value.name, home, there)

@@ -18,6 +18,7 @@ from autopipe.frontend.construct import fake_copy
 from autopipe.ir.fingerprint import fingerprint
 from autopipe.opaque.trees import Unlike
 from autopipe.tracing import trace as tracing
+from autopipe.tracing.low_precision import SixteenBits
 from autopipe.tracing.module_calls import ModuleCall
 from autopipe.tracing.same_modules import Likeness
 from autopipe.tracing.stubs import STAND_IN
@@ -473,6 +474,16 @@ def test_models(monkeypatch, kind):
 @pytest.mark.parametrize("options", [{"symbolic": False}, {"reads": ()}], ids=str)
 def test_at_fixed_rows_and_from_a_record(monkeypatch, options):
     shared, stood_in, whole = traces(monkeypatch, lambda: Stack(Block), inputs, mean, **options)
+    assert_same(shared, whole)
+    assert stood_in == 5
+
+
+def test_where_buffers_are_read_in_16_bits(monkeypatch):
+    """They are cast before the first block, outside of all of them: no stand-in stood for any."""
+    names = tuple(f"blocks.{index}.scale" for index in range(6))
+    kept = SixteenBits(torch.bfloat16, buffers=names)
+    blocks = functools.partial(Stack, Buffered)
+    shared, stood_in, whole = traces(monkeypatch, blocks, inputs, mean, kept=kept)
     assert_same(shared, whole)
     assert stood_in == 5
 
