@@ -88,6 +88,11 @@ _DTYPES_DIFFER = re.compile(
 """What torch says of dtypes that do not go together. Tensors without memory pass most of it."""
 
 
+def dtypes_differ(error: Exception) -> bool:
+    """Whether a model raises an error since dtypes do not go together."""
+    return _DTYPES_DIFFER.search(str(error)) is not None
+
+
 def on_every_rank(error: Exception, *, cpu: bool = False) -> ModelError | None:
     """The error for a model that no rank could train, from what one step of its own raises; None:
     another machine may do better, one with a kernel that this processor lacks.
@@ -101,7 +106,7 @@ def on_every_rank(error: Exception, *, cpu: bool = False) -> ModelError | None:
             "a token, a label, or a position in a long row is beyond the table it is looked up in"
         )
         return ModelError(told, hint=hint)
-    if _DTYPES_DIFFER.search(str(error)):
+    if dtypes_differ(error):
         cast = "cast what `inputs` gives, or where the two meet: x.to(self.weight.dtype)"
         return ModelError(told, hint=cast)
     if cpu and "not implemented for" in str(error):

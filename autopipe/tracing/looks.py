@@ -50,6 +50,7 @@ def look(
     within: Within,
     real: Callable[[], nn.Module] | None,
     numbers: bool = False,
+    dtypes_first: bool = False,
 ) -> tuple[Read, ...]:
     """Run `program` on real inputs, and record the values that Python reads.
 
@@ -58,15 +59,17 @@ def look(
         within: makes what a run happens in: the first one, then a second one.
         real: builds the model with its weights, for a read that depends on one; None: cannot.
         numbers: as for `value_guards.record`.
+        dtypes_first: whether to end where dtypes do not go together, before weights are made.
 
     Raises:
+        DtypesDiffer: they do not.
         OtherBranch: it reads something else.
         NeedsNumbers: as `value_guards.record`.
         CaptureError: a read cannot be answered; the message names the user's line.
     """
     with _surroundings():
         look = _Look(program, tensors_of(leaves, specs), numbers, others)
-        return _record(look, within, real)
+        return _record(look, within, real, dtypes_first=dtypes_first)
 
 
 def glance(
@@ -259,7 +262,17 @@ def _without_weights(program: Program, why: Exception, where: str) -> AutopipeEr
     )
 
 
-def _record(look: _Look, within: Within, real: Callable[[], nn.Module] | None) -> tuple[Read, ...]:
+class DtypesDiffer(CaptureError):
+    """In a run without weights, dtypes do not go together."""
+
+
+def _record(
+    look: _Look,
+    within: Within,
+    real: Callable[[], nn.Module] | None,
+    *,
+    dtypes_first: bool,
+) -> tuple[Read, ...]:
     program, tensors = look.program, look.tensors
     why: Exception
     try:
@@ -272,6 +285,8 @@ def _record(look: _Look, within: Within, real: Callable[[], nn.Module] | None) -
     except Exception as error:  # ReadsParameter, or whatever the model's own code raises
         # Perhaps for the lack of values alone: some kernels have no version for fake tensors.
         why = error
+    if dtypes_first and refusals.dtypes_differ(why):
+        raise DtypesDiffer(str(why)) from why
     if real is None:
         raise _without_weights(program, why, ", which are not at hand") from why
     try:

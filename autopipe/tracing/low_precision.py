@@ -15,7 +15,7 @@ What the model itself casts (`.float()` around a norm or a loss) is done as it s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -195,6 +195,13 @@ _TAKING_PARTS = frozenset(
     "to float detach".split()
 )
 """Functions that compute nothing: their results are values of their argument."""
+
+
+def read_low(names: Sequence[str], dtype: torch.dtype) -> str:
+    """What is said of buffers that are read in 16 bits."""
+    which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    low = dtypes.name_of(dtype)
+    return f"buffer {which}: read in {low} beside activations, as model.to(torch.{low}) has it"
 
 
 def _without_numbers(name: str) -> str:

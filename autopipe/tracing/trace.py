@@ -28,20 +28,20 @@ from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import Region
 from autopipe.tracing.export import Program, capture, tensors_of
 from autopipe.tracing.from_export import convert
-from autopipe.tracing.looks import Others, glance, look
+from autopipe.tracing.looks import DtypesDiffer, Others, glance, look
 from autopipe.tracing.low_precision import (
     Meetings,
     SixteenBits,
     check_followers,
     check_operands,
     parameters_in,
+    read_low,
     with_masters,
 )
 from autopipe.tracing.measuring import Measuring
 from autopipe.tracing.same_modules import Likeness
 from autopipe.tracing.user_checkpoints import with_second_writes
 from autopipe.tracing.value_guards import NeedsNumbers
-from autopipe.util import dtypes
 from autopipe.util.progress import Say
 
 
@@ -135,6 +135,8 @@ def trace(
         for module in (model, *([] if own is None else [own])):
             unsaid.check_model(module)
     say = say or (lambda line: None)
+    # A buffer may be read in 16 bits instead: making weights takes many times as long as a look.
+    dtypes_first = kept is not None
     while True:
         program = Program(model, batch, loss, specs, outputs=outputs, kept=kept)
         program.twins = () if own is None else (own,)
@@ -142,20 +144,20 @@ def trace(
         tracing = _Tracing(
             *(program, leaves, tuple(specs), tuple(regions), symbolic, kept, say),
             others and (lambda: tensors_of(batches.flatten(others()), specs)),
+            dtypes_first,
         )
         try:
             with parameters_in(model, kept):
                 return tracing.recorded(real) if reads is None else tracing.replayed(reads)
-        except CaptureError:
+        except CaptureError as error:
             more = tracing.meetings()
+            if not more and isinstance(error, DtypesDiffer):
+                dtypes_first = False
+                continue
             if kept is None or not more:
                 raise
             kept = kept._replace(buffers=(*kept.buffers, *more))
-            which = more[0] if len(more) == 1 else f"{more[0]} and {len(more) - 1} more"
-            low = dtypes.name_of(kept.dtype)
-            say(
-                f"buffer {which}: read in {low} beside activations, as model.to(torch.{low}) has it"
-            )
+            say(read_low(more, kept.dtype))
 
 
 def _answer(read: Read) -> tuple[str, str]:
@@ -192,6 +194,7 @@ class _Tracing:
     kept: SixteenBits | None
     say: Say
     others: Others | None
+    dtypes_first: bool
 
     def use(self, regions: Sequence[Region]) -> None:
         """Let these calls be ops of the trace."""
@@ -284,7 +287,11 @@ class _Tracing:
                 return proofs[-1].watching()
 
             reads = look(
-                *(program, leaves, specs, self.others), within=within, real=real, numbers=numbers
+                *(program, leaves, specs, self.others),
+                within=within,
+                real=real,
+                numbers=numbers,
+                dtypes_first=self.dtypes_first,
             )
             if not proofs[0].misled:
                 break
