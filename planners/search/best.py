@@ -246,7 +246,7 @@ def out_of_the_best_two(seconds: float, incumbents: Sequence[float]) -> bool:
 def _near_to_fitting(problem: Problem, choice: Choice, looked: _Looked) -> Mapping[Config, Scored]:
     """Where nothing fits: the configs that come nearest to it, and others that were searched.
 
-    Of Deepseek-V3 on 128 H100, with 4 tensor-parallel ranks, none of 7186 configs has room. Those
+    Of DeepSeek-V3 on 128 H100, with 4 tensor-parallel ranks, none of 7186 configs has room. Those
     that would have none on devices larger by what the nearest one lacks are not searched.
     """
     near = dict(looked.scored)

@@ -92,7 +92,8 @@ class Relaxations:
             most = min(most, (fewer_than - 1 - own.existing) // own.streams)
         few, enough, found = 0, 0, None
         while found is None and enough < most:
-            # One more often is enough; of fewer than are known to be, it is the most that tell.
+            # Numbers double from one, which is often enough. Below a known number only the largest
+            # need be tried: if that is too few, so are all.
             few, enough = enough, most if fewer_than is not None else max(1, 2 * enough)
             found = self._on_more(enough) if enough <= most else None
         while found is not None and enough - few > 1:
