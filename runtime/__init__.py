@@ -2,12 +2,11 @@
 
 In: the plan, the model's code and weights, the batches. Out: losses, parameters, what a step took.
 The rooms below are the processes (`launch`), what passes between them (`comm`), what each one owns
-(`parameters`), one step (`step`) and how fast a machine is (`probe`); here are the start of a rank,
-the loop over steps, and what is told of each: on the terminal, in files, to TensorBoard and W&B.
+(`parameters`), one step (`step`), what is told of it (`telemetry`) and how fast a machine is
+(`probe`); here are the start of a rank, the loop over steps, and what must not change between them.
 
 Never found here: search, or a decision that the plan does not contain.
 
-Other rooms use: `parallelize.parallelize`, `train.train`, `progress.figure`,
-`destinations.Destinations`, `.MemorySnapshot`, `.snapshot_of`, `.check`,
-`onnx_stages.write_stages`; written files use `emitted`.
+Other rooms use: `parallelize.parallelize`, `train.train`, `onnx_stages.write_stages`; written files
+use `emitted`.
 """

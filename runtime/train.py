@@ -22,17 +22,17 @@ from autopipe.ir.graph import shape_at
 from autopipe.planfile import turns
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import StagePrediction
-from autopipe.runtime.destinations import NOWHERE, Destinations, MemorySnapshot
 from autopipe.runtime.feed import Feed
 from autopipe.runtime.keeping import Keeper, Keeping
-from autopipe.runtime.memory_snapshot import GpuBytes, most_bytes, recorded
-from autopipe.runtime.metrics import Metrics, length_share, of_step, over_ranks, rows_of
-from autopipe.runtime.progress import figure, progress_shown
-from autopipe.runtime.record import Recorder, write
-from autopipe.runtime.sinks import opened
 from autopipe.runtime.step.executor import clock_of
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.pipe import Pipe
+from autopipe.runtime.telemetry.destinations import NOWHERE, Destinations, MemorySnapshot
+from autopipe.runtime.telemetry.memory_snapshot import GpuBytes, most_bytes, recorded
+from autopipe.runtime.telemetry.metrics import Metrics, length_share, of_step, over_ranks, rows_of
+from autopipe.runtime.telemetry.progress import figure, progress_shown
+from autopipe.runtime.telemetry.record import Recorder, write
+from autopipe.runtime.telemetry.sinks import opened
 
 WARM_UP = 2
 """Steps that allocate what later ones use again: their bytes are counted, their seconds are not. So

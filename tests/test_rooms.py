@@ -113,7 +113,7 @@ def test_the_table_refuses(module: str, name: str) -> None:
         ("runtime.step.executor", "torch.distributed"),
         ("ir.torch_private", "torch._subclasses.FakeTensorMode"),
         ("tracing.trace", "torch.__version__"),
-        ("runtime.memory_snapshot", "torch.cuda.memory._dump_snapshot"),
+        ("runtime.telemetry.memory_snapshot", "torch.cuda.memory._dump_snapshot"),
     ],
 )
 def test_the_table_allows(module: str, name: str) -> None:

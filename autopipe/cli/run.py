@@ -23,9 +23,9 @@ from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:  # it imports torch, which most commands have no use for
     from autopipe.planfile.contents import Plan
-    from autopipe.runtime.destinations import Destinations, MemorySnapshot
     from autopipe.runtime.launch.pods import Pod
     from autopipe.runtime.launch.world import World
+    from autopipe.runtime.telemetry.destinations import Destinations, MemorySnapshot
 
 
 @command("autopipe run plan.json --local 4")
@@ -178,7 +178,7 @@ def _destinations(
     resume: bool,
 ) -> Destinations:
     """Where metrics go, which the one rank that writes them has checked."""
-    from autopipe.runtime import destinations
+    from autopipe.runtime.telemetry import destinations
 
     to = destinations.Destinations(file, tensorboard, wandb)
     if world is None or world.rank == 0:
@@ -191,7 +191,7 @@ def _snapshot(
 ) -> MemorySnapshot | None:
     if step is None:
         return None
-    from autopipe.runtime.destinations import snapshot_of
+    from autopipe.runtime.telemetry.destinations import snapshot_of
 
     return snapshot_of(step, folder, plan, steps)
 

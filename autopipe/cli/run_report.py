@@ -58,7 +58,7 @@ def report(
     """
     from autopipe.report import paper
     from autopipe.report.figures import compare
-    from autopipe.runtime.progress import figure
+    from autopipe.runtime.telemetry.progress import figure
     from autopipe.util.numbers import Amount
 
     if not measured.stages:

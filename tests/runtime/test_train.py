@@ -19,8 +19,8 @@ from autopipe.errors import CheckpointError
 from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.parts import StagePrediction
-from autopipe.runtime.destinations import Destinations
 from autopipe.runtime.keeping import Keeping
+from autopipe.runtime.telemetry.destinations import Destinations
 from autopipe.runtime.train import WARM_UP, Measured, train
 from tests.support.inprocess import machine
 

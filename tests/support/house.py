@@ -37,8 +37,10 @@ MAY_IMPORT = {
     "runtime.step": "util schedules planfile ir frontend sharding rewriting stages joint emit "
     "runtime.launch runtime.comm runtime.parameters runtime.checkpoint",
     "runtime.probe": "util cluster sharding",
-    "runtime": "util schedules planfile report ir frontend tracing sharding stages "
-    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.step",
+    "runtime.telemetry": "util schedules planfile report frontend",
+    "runtime": "util schedules planfile report ir frontend eager tracing sharding stages "
+    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.step "
+    "runtime.telemetry",
     "planners.costs": "util cluster schedules planfile ir tracing sharding stages joint "
     "planners.model planners.search",
     "planners.driver": "util cluster schedules planfile report ir frontend eager tracing sharding "
@@ -49,8 +51,8 @@ MAY_IMPORT = {
     "rewriting stages planners.driver runtime.launch runtime.parameters runtime.step runtime",
     "terminal": "util planfile frontend runtime.launch",
     "cli": "terminal util schedules planfile report export interop frontend tracing emit checking "
-    "runtime.launch runtime.probe runtime.checkpoint runtime planners.driver planners.formulas "
-    "page",
+    "runtime.launch runtime.probe runtime.checkpoint runtime.telemetry runtime "
+    "planners.driver planners.formulas page",
 }
 """For each room the rooms that its files may import; all of them may import autopipe.errors."""
 
@@ -61,7 +63,7 @@ NO_TORCH = {
 }
 """A plan is searched for, read, drawn and proved without torch."""
 
-PRIVATE_TORCH = {"ir.torch_private", "joint.compiled_graph", "runtime.memory_snapshot"}
+PRIVATE_TORCH = {"ir.torch_private", "joint.compiled_graph", "runtime.telemetry.memory_snapshot"}
 """Files that use private names of torch, each with the reason in its first lines."""
 
 DOORS = {"__init__", "__main__"}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from autopipe.planfile.parts import Mesh
 from autopipe.runtime.launch.world import start, world_from
-from autopipe.runtime.record import Recorder, write
+from autopipe.runtime.telemetry.record import Recorder, write
 from autopipe.schedules.instructions import parse
 from tests.support.plans import example_plan
 

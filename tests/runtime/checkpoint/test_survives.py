@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.runtime.progress import figure
+from autopipe.runtime.telemetry.progress import figure
 from tests.support.shell import TORCHRUN, Said, end, ranks, save_killed_net, start
 
 STEPS = 16

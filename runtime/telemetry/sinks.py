@@ -19,8 +19,8 @@ from typing import Protocol
 
 from autopipe.errors import AutopipeError
 from autopipe.planfile.contents import Plan
-from autopipe.runtime.destinations import Destinations
-from autopipe.runtime.metrics import Metrics
+from autopipe.runtime.telemetry.destinations import Destinations
+from autopipe.runtime.telemetry.metrics import Metrics
 from autopipe.util import atomic_file
 
 

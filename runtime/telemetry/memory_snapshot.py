@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.planfile.parts import Place
-from autopipe.runtime.destinations import MemorySnapshot
+from autopipe.runtime.telemetry.destinations import MemorySnapshot
 from autopipe.util import atomic_file
 
 

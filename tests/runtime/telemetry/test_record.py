@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.report.tracks import Track, bubbles
-from autopipe.runtime.record import Recorder, by_stage, difference, gather, offset, write
+from autopipe.runtime.telemetry.record import Recorder, by_stage, difference, gather, offset, write
 from autopipe.schedules.instructions import Kind, parse
 from tests.support import record_worker, warm
 from tests.support.inprocess import ROWS, cut, ready

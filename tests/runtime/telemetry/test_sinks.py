@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from autopipe.errors import AutopipeError
-from autopipe.runtime.destinations import Destinations, check
-from autopipe.runtime.metrics import Metrics
-from autopipe.runtime.sinks import JsonLines, TensorBoard, WeightsAndBiases, opened
+from autopipe.runtime.telemetry.destinations import Destinations, check
+from autopipe.runtime.telemetry.metrics import Metrics
+from autopipe.runtime.telemetry.sinks import JsonLines, TensorBoard, WeightsAndBiases, opened
 from tests.support.plans import example_plan
 
 PLAN = example_plan()

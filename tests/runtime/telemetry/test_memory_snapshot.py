@@ -14,8 +14,8 @@ import autopipe
 from autopipe.errors import AutopipeError
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.parts import Place
-from autopipe.runtime.destinations import MemorySnapshot, snapshot_of
-from autopipe.runtime.memory_snapshot import GpuBytes, most_bytes, recorded
+from autopipe.runtime.telemetry.destinations import MemorySnapshot, snapshot_of
+from autopipe.runtime.telemetry.memory_snapshot import GpuBytes, most_bytes, recorded
 from autopipe.runtime.train import train
 from tests.support.inprocess import machine
 from tests.support.plans import example_plan

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from autopipe.frontend.batch import describe
-from autopipe.runtime.metrics import Metrics, of_step, rows_of
-from autopipe.runtime.progress import LINES, progress_shown, throughput
+from autopipe.runtime.telemetry.metrics import Metrics, of_step, rows_of
+from autopipe.runtime.telemetry.progress import LINES, progress_shown, throughput
 from tests.support.plans import example_plan
 
 
@@ -86,7 +86,9 @@ def test_one_line_on_a_terminal(
 def test_time_left_counts_from_where_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 10 s each; it once was divided by all steps, those of earlier runs too."""
     moments = iter(range(0, 100, 10))
-    monkeypatch.setattr("autopipe.runtime.progress.perf_counter", lambda: float(next(moments)))
+    monkeypatch.setattr(
+        "autopipe.runtime.telemetry.progress.perf_counter", lambda: float(next(moments))
+    )
     said: list[str] = []
     with progress_shown(100, True, said.append, 1) as show:
         for step in (91, 92, 93):

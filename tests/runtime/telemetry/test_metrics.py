@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autopipe.planfile.waterfall import mfu
-from autopipe.runtime.metrics import Metrics, of_step
+from autopipe.runtime.telemetry.metrics import Metrics, of_step
 from tests.support.plans import example_plan
 
 PLAN = example_plan()

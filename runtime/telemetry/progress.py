@@ -11,7 +11,7 @@ from time import perf_counter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from autopipe.runtime.metrics import Metrics
+from autopipe.runtime.telemetry.metrics import Metrics
 from autopipe.util import numbers
 
 LINES = 10

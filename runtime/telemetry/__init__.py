@@ -1,0 +1,10 @@
+"""A step that was made  ->  what is told of it: on the terminal, in files, to TensorBoard and W&B.
+
+In: a pipe, what it gives of a step, and where the user wants it told. Out: lines, a bar, metrics,
+a trace of the last steps, a snapshot of a GPU's memory.
+
+Never found here: anything that changes a step.
+
+Other rooms use: `progress.figure`, `destinations.Destinations`, `.MemorySnapshot`, `.snapshot_of`,
+`.check`, `metrics.Metrics`, `sinks`, `record`, `memory_snapshot`.
+"""
