@@ -24,6 +24,7 @@ from autopipe.runtime.start import (
 from autopipe.runtime.step.pipe import Pipe
 from autopipe.runtime.step.prepare import Rank
 from autopipe.runtime.step.whole_loss import replicas_of_last_stage
+from autopipe.runtime.unmoved import Unmoved
 from autopipe.sharding.local_graph import replicated
 from autopipe.tracing.source import Source
 
@@ -81,4 +82,5 @@ def parallelize(
     rank = Rank(part, checked.compute, transport, held, checked.emitted, replicas)
     evaluation = partial(split_to_evaluate, model, loss, part, sharding)
     at_length = partial(split_at_length, traces_at_lengths(model, loss, plan), part, sharding)
-    return Pipe(rank, own, joined.watchdog, joined.world, evaluation, at_length, seed)
+    unmoved = Unmoved(model, traced, loss, plan).step
+    return Pipe(rank, own, joined.watchdog, joined.world, evaluation, at_length, seed, unmoved)

@@ -106,11 +106,13 @@ class TracedModel:
         skeleton: the model with fake parameters and real buffers.
         trace: its graph in training, with the loss.
         unused: the parameters and persistent buffers that the graph does not read.
+        example: the rows that it was traced with.
     """
 
     skeleton: nn.Module
     trace: Trace
     unused: Mapping[str, StateSpec]
+    example: Any
 
     @property
     def states(self) -> dict[str, StateSpec]:
@@ -178,7 +180,7 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
         planned = f"is it {plan.source or 'the model of the plan'}, as it was planned?"
         error.hint = planned if error.hint is None else f"{planned} if so: {error.hint}"
         raise
-    return TracedModel(skeleton, traced, unused_states(traced.graph, skeleton))
+    return TracedModel(skeleton, traced, unused_states(traced.graph, skeleton), example)
 
 
 def own_part(checked: CheckedPlan, joined: JoinedRank, traced: Trace) -> RankPart:

@@ -47,6 +47,9 @@ from autopipe.onnx_files import source as onnx_source
 from autopipe.planfile.contents import LOSS_OVER, ROWS, Plan
 from autopipe.util import seeding
 
+OF_FILES = "autopipe_model_"
+"""What a model file's name among the loaded modules begins with, before its own."""
+
 
 @dataclass(frozen=True)
 class ModelFile:
@@ -302,7 +305,7 @@ def _by_path(path: Path) -> ModuleType:
         raise ModelError(f"there is no model file {str(path)!r}{what}", hint=hint)
     if path.suffix != ".py":
         raise ModelError(f"{path} is no Python file", hint="autopipe plan model.py")
-    name = f"autopipe_model_{path.stem}"
+    name = f"{OF_FILES}{path.stem}"
     loader = _FromText(name, str(path.absolute()))
     spec = importlib.util.spec_from_file_location(name, loader.path, loader=loader)
     assert spec is not None, "it has a loader"

@@ -1,0 +1,138 @@
+"""What something else than a model's own calls changes of what its Python reads.
+
+    model.tau = 0.5                 the user's loop, between two steps
+    ANNEAL["beta"] = step / 1_000   `batches`, a scheduler, a hook of the optimizer
+
+A graph has such a number for good, as it was when the model was traced. Values are those of
+`holders`; of them only those count whose names stand in code that the model or its loss may run: a
+script counts its steps too, and no model reads that. A model that the user's file keeps
+(`HELD = [model]`) is looked at too: it need not be the one that was traced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopipe.eager.frozen import INTERNAL, frozen
+from autopipe.eager.holders import Holder, Part, holders_of, modules_among
+from autopipe.frontend.loss import used_by
+from autopipe.frontend.user_lines import codes_in
+from autopipe.ir.torch_private import version
+
+_GONE = object()
+
+
+@dataclass(frozen=True)
+class MovedValue:
+    """A value that has changed.
+
+    Attributes:
+        name: how the user finds it.
+        model: the one of the user's file that has it; None: it is no model's there.
+    """
+
+    name: str
+    model: nn.Module | None
+
+
+class Between:
+    """What a model and its loss may read, looked at between two calls.
+
+    between = Between(model, loss)
+    ANNEAL["beta"] = 0.5
+    between.moved()                 my_model.ANNEAL; and nothing when asked once more
+    """
+
+    def __init__(self, model: nn.Module, *parts: Part) -> None:
+        read = _read_by((model, *parts))
+        self._places = [_Place(holder, read, None) for holder in holders_of(model, *parts)]
+        for kept in _kept_models(model, self._places):
+            self._places += [_Place(holder, read, kept) for holder in _own_holders(kept)]
+
+    def moved(self) -> list[MovedValue]:
+        """What is another value than when this was last asked, or made."""
+        return list(dict.fromkeys(moved for place in self._places for moved in place.moved()))
+
+
+class _Place:
+    """A holder with the values that it had: those that `read`, names in code, may read."""
+
+    def __init__(self, holder: Holder, read: frozenset[str], model: nn.Module | None) -> None:
+        self.holder, self._model = holder, model
+        inside = holder.inside and not read.isdisjoint(re.findall(r"\w+", holder.name))
+        self._read = None if inside else read  # None: all of it
+        self._note()
+
+    def moved(self) -> list[MovedValue]:
+        own = self.holder.own
+        if len(own) == self._length and all(
+            _same(own.get(key, _GONE), value, at) for key, value, at in self._seen
+        ):
+            return []
+        before = {key: (value, at) for key, value, at in self._seen}
+        self._note()
+        now = {key: value for key, value, _ in self._seen}
+        keys = [
+            key
+            for key in dict.fromkeys((*before, *now))
+            if not _same(now.get(key, _GONE), *before.get(key, (_GONE, None)))
+        ]
+        return [MovedValue(self.holder.label(key), self._model) for key in keys]
+
+    def _note(self) -> None:
+        own = self.holder.own
+        self._length = len(own)
+        self._seen = [
+            (key, value, version(value) if isinstance(value, Tensor) else None)
+            for key, value in list(own.items())
+            if (self._read is None or key in self._read) and key not in INTERNAL
+        ]
+
+
+def _same(value: Any, seen: Any, at: int | None) -> bool:
+    """Whether a value is the one that was seen; a tensor when it had been written so often."""
+    if value is seen:
+        return at is None or version(value) == at
+    return frozen(value, deep=False) == frozen(seen, deep=False)
+
+
+def _kept_models(model: nn.Module, places: Sequence[_Place]) -> list[nn.Module]:
+    """Other models of the same class that the user's files keep."""
+    found = (value for place in places for value in list(place.holder.own.values()))
+    same = (value for value in found if type(value) is type(model) and value is not model)
+    return list(dict.fromkeys(same))
+
+
+def _own_holders(model: nn.Module) -> list[Holder]:
+    return [Holder(path, vars(module)) for path, module in model.named_modules()]
+
+
+def _read_by(parts: Sequence[Part]) -> frozenset[str]:
+    """The names in the code of losses and of modules' classes, and of functions that these call."""
+    modules = (m for model in modules_among(parts) for m in model.modules())
+    kinds = dict.fromkeys(base for module in modules for base in type(module).__mro__)
+    own = (value for kind in kinds if kind is not nn.Module for value in vars(kind).values())
+    pending = [*_functions(own), *_functions(used for part in parts for used in used_by(part))]
+    used = dict.fromkeys(
+        one for f in pending for one in used_by(f) if isinstance(one, FunctionType)
+    )
+    codes = (code for function in used for code in codes_in(function.__code__))
+    texts = (
+        name
+        for code in codes
+        for name in (*code.co_names, *code.co_freevars, *code.co_consts)
+        if isinstance(name, str)
+    )
+    return frozenset(texts)
+
+
+def _functions(values: Iterable[Any]) -> list[FunctionType]:
+    """Functions, and those of methods and properties."""
+    found = (getattr(value, "__func__", getattr(value, "fget", value)) for value in values)
+    return [function for function in found if isinstance(function, FunctionType)]

@@ -1,0 +1,85 @@
+"""Refuses a step of a model in which something else than its calls has changed what it reads.
+
+`model.tau = 0.5` in a script's loop, or `ANNEAL["beta"] = step / 1_000` in `batches`, is a number
+of Python: plain PyTorch reads it in each step, and a graph has it as it was when the model was
+traced. Whether it is in the graph says another trace.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from autopipe.errors import ModelError
+from autopipe.frontend.loss import Loss
+from autopipe.frontend.model_file import OF_FILES
+from autopipe.ir.fingerprint import fingerprint, first_difference
+from autopipe.planfile.contents import Plan
+from autopipe.runtime.between import Between, MovedValue
+from autopipe.runtime.start import TracedModel
+from autopipe.tracing.source import Source, bare, trace_as_planned
+from autopipe.util import seeding
+
+
+class Unmoved:
+    """Looks at what a model reads before each step; what steps themselves change is left alone.
+
+    Args:
+        model: as the user has given it.
+        traced: what came of it on this rank.
+    """
+
+    def __init__(self, model: Source, traced: TracedModel, loss: Loss | None, plan: Plan) -> None:
+        self._model, self._traced, self._loss, self._plan = model, traced, loss, plan
+        self._looked_at = model if isinstance(model, nn.Module) else traced.skeleton
+        self._moves: Counter[str] = Counter()
+        self._between = Between(self._looked_at, *([loss] if loss is not None else []))
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around each step.
+
+        Raises:
+            ModelError: a value that the graph holds is another one by now; names it.
+        """
+        for moved in self._between.moved():
+            self._moves[moved.name] += 1
+            if self._moves[moved.name].bit_count() == 1:  # its 1st, 2nd, 4th ... time: a count that
+                self._check(moved)  # nobody looks at yet would be traced for in every step
+        yield
+        self._between.moved()
+
+    def _check(self, moved: MovedValue) -> None:
+        first = self._again(moved.model)
+        if first is None:
+            return
+        raise ModelError(
+            f"{moved.name.removeprefix(OF_FILES)!r} is another value than when the model was "
+            "traced: batches, a scheduler, an optimizer or a script's loop has changed it, and the "
+            f"graph has the old one. First difference: {first}",
+            hint="give what changes from step to step in the batch, as a tensor of no dims: "
+            '{"x": x, "beta": torch.tensor(0.5)}; or count in a buffer that forward writes',
+        )
+
+    def _again(self, kept: nn.Module | None) -> str | None:
+        """The first difference of the graph that the model has now; None: there is none.
+
+        Args:
+            kept: a model of the user's file that has the value.
+        """
+        own = kept if kept is not None else self._model
+        skeleton = bare(own) if isinstance(own, nn.Module) else self._traced.skeleton
+        with torch.random.fork_rng(devices=[]), seeding.at(seeding.places()):
+            try:
+                found = trace_as_planned(
+                    own, skeleton, self._traced.example, self._loss, self._plan
+                )
+            except ModelError as error:
+                return error.message
+        if fingerprint(found.graph) == self._plan.fingerprint:
+            return None
+        return first_difference(found.graph, self._plan.trail)

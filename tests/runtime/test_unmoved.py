@@ -1,0 +1,132 @@
+"""What Python reads is a constant of a graph: a step is refused once something else changes it.
+
+Plain PyTorch reads such a number in each step; what a model's own calls change, planning sees.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import autopipe
+from autopipe import ModelError
+from tests.support.inprocess import machine
+from tests.support.odd_models import Net, built, inputs, square
+
+ANNEAL = {"beta": 0.0}
+SCALE = torch.ones(())
+CALLS = 0
+KEPT = []
+
+
+def piped(model, loss=square):
+    """A pipe of one rank, and a function that makes a step of it and gives its gradients."""
+    plan = autopipe.plan(model, inputs, loss=loss, cluster=machine(1), batch_size=4, say=[].append)
+    pipe = autopipe.parallelize(model, plan, inputs=inputs, loss=loss)
+
+    def step():
+        pipe.step(inputs(4))
+        return {name: p.grad.clone() for name, p in pipe.named_parameters()}
+
+    return step
+
+
+class Tempered(Net):
+    tau = 1.0
+
+    def inside(self, hidden):
+        return self.middle(hidden) / self.tau
+
+
+class Scaled(Net):
+    def inside(self, hidden):
+        return self.middle(hidden) * SCALE
+
+
+class Logs(Net):
+    def inside(self, hidden):
+        if CALLS == 1_000_000:
+            print("so many")
+        return self.middle(hidden)
+
+
+def annealed(outputs, batch):
+    return square(outputs, batch) + ANNEAL["beta"] * outputs.square().mean()
+
+
+def test_an_attribute_that_the_loop_of_a_script_sets() -> None:
+    model = built(Tempered)
+    step = piped(model)
+    step()
+    model.tau = 0.5
+    with pytest.raises(
+        ModelError, match=r"'tau' is another value than when .* aten.div.* 0.5"
+    ) as e:
+        step()
+    assert "in the batch, as a tensor of no dims" in e.value.hint
+
+
+def test_an_attribute_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = piped(lambda: built(Tempered))
+    step()
+    monkeypatch.setattr(Tempered, "tau", 0.5)
+    with pytest.raises(ModelError, match="'Tempered.tau' is another value"):
+        step()
+
+
+def test_a_dict_of_the_file_that_the_loss_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = piped(lambda: built(Net), annealed)
+    step()
+    monkeypatch.setitem(ANNEAL, "beta", 0.5)
+    with pytest.raises(ModelError, match="test_unmoved.ANNEAL' is another value"):
+        step()
+
+
+def test_a_tensor_of_the_file_that_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SCALE", torch.ones(()))
+    step = piped(lambda: built(Scaled))
+    step()
+    SCALE.fill_(0.5)
+    with pytest.raises(ModelError, match="test_unmoved.SCALE' is another value"):
+        step()
+
+
+def test_an_attribute_of_the_model_that_the_file_keeps() -> None:
+    """`model()` notes what it has built, and `batches` sets something there."""
+
+    def model():
+        KEPT[:] = [built(Tempered)]
+        return KEPT[0]
+
+    step = piped(model)
+    step()
+    KEPT[0].tau = 0.5
+    with pytest.raises(ModelError, match="'tau' is another value"):
+        step()
+
+
+def test_what_is_not_in_the_graph_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count that forward asks for a log alone, dropout of no share, what nobody reads."""
+    model = built(Logs)
+    step = piped(model)
+    first = step()
+    for number in range(3):
+        monkeypatch.setitem(globals(), "CALLS", number + 1)
+        model.epoch = number
+        again = step()
+    assert all(torch.equal(again[name], gradient) for name, gradient in first.items())
+
+
+def test_a_share_of_dropout_is_seen() -> None:
+    class Dropped(Net):
+        def begin(self):
+            self.drop = nn.Dropout(0.0)
+
+        def inside(self, hidden):
+            return self.drop(self.middle(hidden))
+
+    model = built(Dropped)
+    step = piped(model)
+    step()
+    model.drop.p = 0.5
+    with pytest.raises(ModelError, match="'drop.p' is another value"):
+        step()
