@@ -22,8 +22,11 @@ ELEMENT, TENSOR, MODEL = "element", "tensor", "model"
 SIZE = 64
 """Rows and columns of the parameters that optimizers are measured on."""
 
-STEPS = 3
-"""Steps of them: at the first, a momentum has no past that differs."""
+SCALES = ((1.0, 1.0, 1.0), (4.0, 0.25, 0.1), (0.25, 4.0, 10.0))
+"""Of each step how many times as large gradients are in the first half of a parameter's rows, in
+that of its columns, and in the other parameter. Adam's change is the same whatever one factor all
+gradients have: it must not be the same in each step, or a norm that they are clipped by is not
+seen. At the first step, a momentum has no past that differs."""
 
 APART = 0.02
 """Two changes differ from this share of the largest on: beyond rounding, and below what it makes to
@@ -80,8 +83,13 @@ def stepped_apart(make: MakeOptimizer) -> str:
 
 def _stepped_apart(make: MakeOptimizer) -> str:
     draw = torch.Generator().manual_seed(0)
-    one, other, *drawn = (torch.randn(SIZE, SIZE, generator=draw) for _ in range(2 + 2 * STEPS))
-    mine, theirs = drawn[:STEPS], drawn[STEPS:]
+    steps = len(SCALES)
+    one, other, *drawn = (torch.randn(SIZE, SIZE, generator=draw) for _ in range(2 + 2 * steps))
+    mine, theirs = drawn[:steps], drawn[steps:]
+    for own, second, (rows, columns, beside) in zip(mine, theirs, SCALES, strict=True):
+        own[: SIZE // 2] *= rows
+        own[:, : SIZE // 2] *= columns
+        second *= beside
     changed = _change(make, one, mine, other, theirs)
     if _differ(_change(make, one, mine, other), changed):
         return MODEL
@@ -100,12 +108,14 @@ def _change(
     value: Tensor,
     gradients: Sequence[Tensor],
     other: Tensor,
-    others: Sequence[Tensor | None] = (None,) * STEPS,
+    others: Sequence[Tensor | None] = (None,) * len(SCALES),
 ) -> Tensor:
     """What steps change in a parameter, beside another one with gradients or without."""
     own, second = nn.Parameter(value.clone()), nn.Parameter(other.clone())
     optimizer = make([own, second])
-    for own.grad, second.grad in zip(gradients, others, strict=True):
+    for mine, theirs in zip(gradients, others, strict=True):
+        # Copies: a step may clip gradients where they are.
+        own.grad, second.grad = mine.clone(), None if theirs is None else theirs.clone()
         optimizer.step()
     return own.detach() - value
 

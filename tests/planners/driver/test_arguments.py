@@ -1,6 +1,7 @@
 """What `plan` makes of what it is asked."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,23 @@ class Together(Lamb):
             parameter -= parameter.grad / norm
 
 
+class Clipped(torch.optim.AdamW):
+    """Clips gradients within its step; Adam takes no notice of a factor that is always the same."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], clip: Callable[[Any], object]) -> None:
+        super().__init__(parameters)
+        self.clip = clip
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.clip([p for group in self.param_groups for p in group["params"]])
+        super().step(closure)
+
+
+def each_by_its_norm(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        nn.utils.clip_grad_norm_(parameter, 0.05)
+
+
 def by_layer(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """A lower rate for each earlier layer; takes names."""
     rates = [{"params": [p], "lr": 0.1 ** int(name.split(".")[0])} for name, p in named]
@@ -149,6 +167,9 @@ def by_layer(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer
         (torch.optim.Adafactor, TENSOR),
         (Lamb, TENSOR),
         (Together, MODEL),
+        (lambda p: Clipped(p, lambda every: nn.utils.clip_grad_norm_(every, 0.05)), MODEL),
+        (lambda p: Clipped(p, each_by_its_norm), TENSOR),
+        (lambda p: Clipped(p, lambda every: nn.utils.clip_grad_value_(every, 0.05)), ELEMENT),
     ],
 )
 def test_what_an_optimizer_changes_apart(make: MakeOptimizer, expected: str) -> None:
