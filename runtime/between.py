@@ -27,6 +27,8 @@ from autopipe.ir.torch_private import version
 
 _GONE = object()
 
+_Buffers = dict[str, tuple[Tensor, int]]
+
 
 @dataclass(frozen=True)
 class MovedValue:
@@ -52,12 +54,41 @@ class Between:
     def __init__(self, model: nn.Module, *parts: Part) -> None:
         read = _read_by((model, *parts))
         self._places = [_Place(holder, read, None) for holder in holders_of(model, *parts)]
-        for kept in _kept_models(model, self._places):
+        kept_models = _kept_models(model, self._places)
+        for kept in kept_models:
             self._places += [_Place(holder, read, kept) for holder in _own_holders(kept)]
+        self._models = [(model, False), *((kept, True) for kept in kept_models)]
+        self._buffers = self._buffers_now()
 
     def moved(self) -> list[MovedValue]:
         """What is another value than when this was last asked, or made."""
         return list(dict.fromkeys(moved for place in self._places for moved in place.moved()))
+
+    def moved_buffers(self) -> list[MovedValue]:
+        """Buffers that are another tensor than when this was last asked, or made; of models that
+        the user's files keep, those that were written too: no run reads them."""
+        before, self._buffers = self._buffers, self._buffers_now()
+        return [
+            MovedValue(name, model if kept else None)
+            for (model, kept), old, new in zip(self._models, before, self._buffers, strict=True)
+            for name in new
+            if not _as_before(name, old, new)
+        ]
+
+    def _buffers_now(self) -> list[_Buffers]:
+        """Of each model the buffers by name, with how often those of kept models were written."""
+        return [
+            {
+                name: (buffer, version(buffer) if kept else 0)
+                for name, buffer in model.named_buffers(remove_duplicate=False)
+            }
+            for model, kept in self._models
+        ]
+
+
+def _as_before(name: str, old: _Buffers, new: _Buffers) -> bool:
+    """Whether a buffer is the tensor that it was, and was written no further."""
+    return name in old and new[name][0] is old[name][0] and new[name][1] == old[name][1]
 
 
 class _Place:

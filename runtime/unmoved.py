@@ -44,14 +44,18 @@ class Unmoved:
         """Around each step.
 
         Raises:
-            ModelError: a value that the graph holds is another one by now; names it.
+            ModelError: a value that the graph holds is another one by now, or a buffer another
+                tensor; names it.
         """
+        for moved in self._between.moved_buffers():
+            raise _of_buffer(moved)
         for moved in self._between.moved():
             self._moves[moved.name] += 1
             if self._moves[moved.name].bit_count() == 1:  # its 1st, 2nd, 4th ... time: a count that
                 self._check(moved)  # nobody looks at yet would be traced for in every step
         yield
         self._between.moved()
+        self._between.moved_buffers()
 
     def _check(self, moved: MovedValue) -> None:
         first = self._again(moved.model)
@@ -83,3 +87,18 @@ class Unmoved:
         if fingerprint(found.graph) == self._plan.fingerprint:
             return None
         return first_difference(found.graph, self._plan.trail)
+
+
+def _of_buffer(moved: MovedValue) -> ModelError:
+    """The error for a buffer that something between two steps has changed, and no run reads."""
+    if moved.model is None:
+        return ModelError(
+            f"the buffer {moved.name!r} is another tensor than in the step before, and ranks read "
+            "the one that it was",
+            hint="write it where it is: model.get_buffer(name).copy_(value)",
+        )
+    return ModelError(
+        f"the buffer {moved.name!r} was written in a model that the file keeps; a run trains "
+        "another one, which model() has built for it",
+        hint="give what changes from step to step in the batch, or let forward write the buffer",
+    )

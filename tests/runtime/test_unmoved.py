@@ -130,3 +130,35 @@ def test_a_share_of_dropout_is_seen() -> None:
     model.drop.p = 0.5
     with pytest.raises(ModelError, match="'drop.p' is another value"):
         step()
+
+
+class Buffered(Net):
+    def begin(self):
+        self.register_buffer("scale", torch.ones(()))
+
+    def inside(self, hidden):
+        return self.middle(hidden) * self.scale
+
+
+def test_a_buffer_may_be_written_and_not_be_another_tensor() -> None:
+    """A run reads the buffers of the module that it was given, those that it had."""
+    model = built(Buffered)
+    step = piped(model)
+    first = step()["up.weight"]
+    model.scale.fill_(0.0)
+    assert not step()["up.weight"].equal(first)
+    model.scale = torch.ones(())
+    with pytest.raises(ModelError, match="the buffer 'scale' is another tensor"):
+        step()
+
+
+def test_a_buffer_of_a_model_that_the_file_keeps_is_read_by_no_run() -> None:
+    def model():
+        KEPT[:] = [built(Buffered)]
+        return KEPT[0]
+
+    step = piped(model)
+    step()
+    KEPT[0].scale.fill_(0.0)
+    with pytest.raises(ModelError, match="the buffer 'scale' was written in a model that"):
+        step()
