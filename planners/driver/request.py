@@ -267,6 +267,7 @@ def as_optimizer_allows(
     if apart == ELEMENT:
         return constraints
     whole = "all parameters together" if apart == MODEL else "each parameter as a whole"
+    clipped = "; max_grad_norm = 1.0 in the model file clips by the norm of all ranks' gradients"
     names = ("zero", "tp", "pp")[: 3 if apart == MODEL else 2]
     for name in names:
         asked, one = getattr(constraints, name), int(name != "zero")
@@ -275,7 +276,7 @@ def as_optimizer_allows(
                 f"{name}={asked} was asked for, and the optimizer changes {whole}: of the part "
                 "that a rank would have it makes something else",
                 hint=f"{name}={one}, or an optimizer that changes each element by its own "
-                "gradient, as AdamW and SGD do",
+                "gradient, as AdamW and SGD do" + clipped * (apart == MODEL),
             )
     without = "ZeRO or tensor parallelism" + " or pipelines" * (apart == MODEL)
     say(f"optimizer: it changes {whole}, and no rank gets a part of that: without {without}")

@@ -125,6 +125,18 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("offset", [0, 100])
+def test_a_mean_of_the_hardest_rows_agrees_by_chance_in_two_draws_of_three(offset):
+    """Bug: it was taken as it is where the first draw agreed."""
+
+    def hardest(outputs, batch):
+        each = (outputs - batch["x"]).square().mean(1) + offset
+        return each.sort(descending=True).values[: outputs.shape[0] // 2].mean()
+
+    with pytest.raises(ModelError, match="it compares rows with each other"):
+        checked(hardest)
+
+
 @pytest.mark.parametrize(("loss", "what", "hint"), REFUSED.values(), ids=REFUSED)
 def test_any_other_loss_is_refused_with_its_values(loss, what, hint):
     """As the values are those of made-up numbers, the oracle is what is said of them."""
