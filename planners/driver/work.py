@@ -9,6 +9,7 @@ from dataclasses import replace
 from autopipe.cluster import datasheets
 from autopipe.cluster.cluster import Device
 from autopipe.ir import op_costs, op_seconds
+from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Graph, Input
 from autopipe.planfile import predict
 from autopipe.planfile.contents import Plan
@@ -76,13 +77,15 @@ def work(flops: Counter[str], ranks: Sequence[Sequence[Device]], tokens: int) ->
 
 def row_tokens(graph: Graph, inputs: Sequence[InputSpec]) -> int:
     """The tokens of a row: the length of the longest leaf of (rows, length) that an embedding looks
-    up. 0 if there is none: the rows are images, or tables."""
+    up, itself or as a view: GPT-2 and OPT begin with `ids.view(-1, ids.shape[-1])`. 0 if there is
+    none: the rows are images, or tables."""
+    root = analyse(graph).root
     looked_up = {
-        value.path
+        owner.path
         for node in graph.nodes
         if node.op == "aten.embedding.default"
         for value in node.values()
-        if isinstance(value, Input)
+        if isinstance(owner := root[value], Input)
     }
     lengths = [
         leaf.shape[1]

@@ -64,6 +64,18 @@ def test_the_operations_of_a_small_model(precision: str, dtype: str, peak: float
     assert (found.dtype, found.peak, found.measured) == (dtype, peak, False)
 
 
+class Flattening(Attending):
+    """As GPT-2 and OPT begin: the embedding looks up a view of the tokens."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens.view(-1, tokens.shape[-1]))
+
+
+def test_tokens_are_counted_that_are_looked_up_as_a_view() -> None:
+    found = planned(Flattening, tokens, batch_size=B).work
+    assert found is not None and found.tokens == B * S
+
+
 def test_recomputation_adds_no_operations_of_the_model() -> None:
     case = ZOO["gpt"]
     plain, again = (
