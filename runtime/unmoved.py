@@ -40,13 +40,19 @@ class Unmoved:
         self._between = Between(self._looked_at, *([loss] if loss is not None else []))
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, resumed: bool) -> Iterator[None]:
         """Around each step.
+
+        Args:
+            resumed: whether a checkpoint was loaded since the step before, which may have changed
+                what forward writes.
 
         Raises:
             ModelError: a value that the graph holds is another one by now, or a buffer another
                 tensor; names it.
         """
+        if resumed:
+            self._note()
         for moved in self._between.moved_buffers():
             raise _of_buffer(moved)
         for moved in self._between.moved():
@@ -54,6 +60,10 @@ class Unmoved:
             if self._moves[moved.name].bit_count() == 1:  # its 1st, 2nd, 4th ... time: a count that
                 self._check(moved)  # nobody looks at yet would be traced for in every step
         yield
+        self._note()
+
+    def _note(self) -> None:
+        """What has changed so far is no change any more."""
         self._between.moved()
         self._between.moved_buffers()
 

@@ -37,6 +37,7 @@ class Kept:
     _own: ModelStates
     _gradients: Gradients
     _world: dist.ProcessGroup | None
+    _resumed: bool
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What this rank's optimizer updates, under the model's own names.
@@ -129,6 +130,7 @@ class Kept:
 
     def resume(self, loaded: Loaded) -> None:
         """Take over steps, seed and loss scale of a checkpoint whose tensors were loaded."""
+        self._resumed = True
         with fence(f"{loaded.folder}: the state of the run"):
             self.steps, self.seed = loaded.step, int(loaded.values["seed"])
             if self.loss_scale is not None and loaded.values["loss_scale"] is not None:

@@ -55,7 +55,7 @@ class Pipe(Kept):
             without; called at the first `evaluate` of either kind and of each length.
         at_length: the same for training, on a batch whose rows have so many tokens, not as planned.
         seed: of dropout and every other random number of the run.
-        unmoved: is around each step, and may refuse it.
+        unmoved: is around each step, and may refuse it; told whether the run has been resumed.
 
     Attributes:
         device: where this rank's tensors are.
@@ -76,7 +76,7 @@ class Pipe(Kept):
         evaluation: Callable[[Any, bool], Split],
         at_length: Callable[[Any, int], Split],
         seed: int,
-        unmoved: Callable[[], AbstractContextManager[None]] = nullcontext,
+        unmoved: Callable[[bool], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.plan = rank.part.plan
         self.place = rank.part.place
@@ -93,7 +93,7 @@ class Pipe(Kept):
         self._world = world
         self._check_same = partial(check_same, self.plan, self.place, world)
         self._prepared = Ready(rank, at_length, evaluation, watchdog.learn)
-        self.seed, self._unmoved = seed, unmoved
+        self.seed, self._unmoved, self._resumed = seed, unmoved, False
         self._watchdog = watchdog
         self.steps = 0
         self._compared = False
@@ -168,8 +168,9 @@ class Pipe(Kept):
                 ranks were given different ones; no rank has sent anything then. Contents are
                 compared in the first step, numbers of rows in every one.
         """
-        with self._unmoved(), self._watchdog.at(self.steps):
+        with self._unmoved(self._resumed), self._watchdog.at(self.steps):
             loss = self._step(batch, sharded)
+        self._resumed = False
         self._compared = True
         self.steps += 1
         return loss
