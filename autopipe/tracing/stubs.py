@@ -207,6 +207,7 @@ class Span:
             if known.setdefault(mine, other) != other:
                 raise Unlike(f"{home} takes one tensor where {there} takes two")
         made: list[Node] = []
+        before = nodes[: self.first]
         for node in nodes[self.first : self.stop]:
             depth = len(self.scopes)
             if node.scopes[:depth] != self.scopes:
@@ -214,7 +215,7 @@ class Span:
             inner = tuple(_moved(scope, home, there) for scope in node.scopes[depth:])
             for value in node.values():
                 if value not in known:
-                    known[value] = _own(value, home, there, states, nodes[: self.first])
+                    known[value] = _own(value, home, there, states, before)
             alike = replace(
                 node.reading(known),
                 name=name((*scopes, *inner), node.op),
@@ -235,18 +236,21 @@ def _moved(path: str, home: str, there: str) -> str:
 def _own(
     value: Value, home: str, there: str, states: Mapping[str, object], before: Sequence[Node]
 ) -> Value:
-    """What the equal block has in the place of a parameter or buffer of the first block, or of a
-    copy of one that was made before it: buffers that are read in 16 bits are all cast at first."""
-    if isinstance(value, Ref):
-        copy = next((node for node in before if node.name == value.node), None)
-        if copy is not None and all(isinstance(read, State) for read in copy.values()):
-            own = {read: _own(read, home, there, states, ()) for read in copy.values()}
-            alike = copy.reading(own)
-            for node in before:
-                if (node.op, node.args, node.kwargs) == (alike.op, alike.args, alike.kwargs):
-                    return Ref(node.name, value.output)
-    if not isinstance(value, State):
-        raise Unlike(f"{value} comes into {home} from outside, and not as an argument")
+    """What the equal block has in the place of a state of the first block, or of a cast of one that
+    was made before it: buffers that are read in 16 bits are all cast before the first block."""
+    if isinstance(value, State):
+        return _own_state(value, home, there, states)
+    cast = next((node for node in before if Ref(node.name) == value and node.short == "to"), None)
+    if cast is not None and isinstance(state := cast.args[0], State):
+        alike = cast.reading({state: _own_state(state, home, there, states)})
+        for node in before:
+            if (node.op, node.args, node.kwargs) == (alike.op, alike.args, alike.kwargs):
+                return Ref(node.name)
+    raise Unlike(f"{value} comes into {home} from outside, and not as an argument")
+
+
+def _own_state(value: State, home: str, there: str, states: Mapping[str, object]) -> State:
+    """The equal block's parameter or buffer that corresponds to one of the first block."""
     moved = _moved(value.name, home, there)
     if moved not in states:
         raise Unlike(f"{moved} is missing")

@@ -126,7 +126,8 @@ def best_answer(
         raise Outdone(next_up, beyond, plain)
     if best is None:
         near = _near_to_fitting(problem, choice, looked)
-        every = [near[config] for config in sorted(near, key=lambda config: least[config])]
+        in_order = sorted(least, key=lambda config: least[config])
+        every = [near[config] for config in in_order if config in near]
         changes = Relaxations(problem, lambda changed: fastest(changed, fitting or choice))
         raise reasons.nothing_fits(problem, every, changes, heuristic)
     for config in _nearest_of_rest(looked, untried):
@@ -254,7 +255,8 @@ def _near_to_fitting(problem: Problem, choice: Choice, looked: _Looked) -> Mappi
     for config in sorted(looked.too_full, key=lambda config: looked.too_full[config]):
         if lacking is None or not ruled_out(problem, config, more=lacking):
             near[config] = found = _score(problem, choice(problem, config))
-            lacking = min(found.estimate.overflow, lacking or found.estimate.overflow)
+            lacks = found.estimate.overflow
+            lacking = lacks if lacking is None else min(lacks, lacking)
     return near
 
 

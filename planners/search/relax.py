@@ -79,24 +79,25 @@ class Relaxations:
 
     def more_devices(self, fewer_than: int | None = None) -> Help | None:
         """As few more devices as are enough; None: there are none, the mesh is as asked for, or
-        they are no fewer than so many.
-
-        Of numbers that are enough the one before the least may be too few; those between are
-        halved.
-        """
+        they are no fewer than so many."""
         asked, own = self.problem.constraints, self.problem.machine
         if asked.pp is not None and asked.dp is not None:
             return None
         most = (MOST_MORE - 1) * own.devices
-        if fewer_than is not None:
+        tries = [2**n for n in range(most.bit_length())]
+        if fewer_than is not None:  # if the largest such number is too few, so are all
             most = min(most, (fewer_than - 1 - own.existing) // own.streams)
-        few, enough, found = 0, 0, None
-        while found is None and enough < most:
-            # Numbers double from one, which is often enough. Below a known number only the largest
-            # need be tried: if that is too few, so are all.
-            few, enough = enough, most if fewer_than is not None else max(1, 2 * enough)
-            found = self._on_more(enough) if enough <= most else None
-        while found is not None and enough - few > 1:
+            tries = [most] if most > 0 else []
+        few = 0
+        for enough in tries:
+            if (found := self._on_more(enough)) is not None:
+                return self._fewest(few, enough, found)
+            few = enough
+        return None
+
+    def _fewest(self, few: int, enough: int, found: Help) -> Help:
+        """As few as are enough: more than `few`, which are not, and at most `enough`, which are."""
+        while enough - few > 1:
             between = (few + enough) // 2
             if (fewer := self._on_more(between)) is None:
                 few = between

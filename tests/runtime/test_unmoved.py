@@ -30,6 +30,16 @@ def piped(model, loss=square):
     return step
 
 
+def kept(kind):
+    """A `model()` that notes what it has built, as for `batches` to set something there."""
+
+    def model():
+        KEPT[:] = [built(kind)]
+        return KEPT[0]
+
+    return model
+
+
 class Tempered(Net):
     tau = 1.0
 
@@ -91,13 +101,7 @@ def test_a_tensor_of_the_file_that_is_written(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_attribute_of_the_model_that_the_file_keeps() -> None:
-    """`model()` notes what it has built, and `batches` sets something there."""
-
-    def model():
-        KEPT[:] = [built(Tempered)]
-        return KEPT[0]
-
-    step = piped(model)
+    step = piped(kept(Tempered))
     step()
     KEPT[0].tau = 0.5
     with pytest.raises(ModelError, match="'tau' is another value"):
@@ -153,11 +157,7 @@ def test_a_buffer_may_be_written_and_not_be_another_tensor() -> None:
 
 
 def test_a_buffer_of_a_model_that_the_file_keeps_is_read_by_no_run() -> None:
-    def model():
-        KEPT[:] = [built(Buffered)]
-        return KEPT[0]
-
-    step = piped(model)
+    step = piped(kept(Buffered))
     step()
     KEPT[0].scale.fill_(0.0)
     with pytest.raises(ModelError, match="the buffer 'scale' was written in a model that"):

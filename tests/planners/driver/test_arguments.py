@@ -140,7 +140,7 @@ class Clipped(torch.optim.AdamW):
         super().__init__(parameters)
         self.clip = clip
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # AdamW's has overloads
         self.clip([p for group in self.param_groups for p in group["params"]])
         super().step(closure)
 
