@@ -1,17 +1,16 @@
-"""Let a buffer that a module assigns anew be one that it writes, for a graph can say only that.
+"""Turn the assignment of a buffer into a write in place: a graph can express only the write.
 
     eager                                       the graph
                                                 own, self.ema = self.ema, self.ema.clone()
     self.ema = 0.9 * self.ema + 0.1 * mean      self.ema = 0.9 * self.ema + 0.1 * mean
                                                 own.copy_(self.ema)
 
-The first and the last line of the graph stand where the call begins and ends in which the buffer
-is assigned: that of its own module, or of one around it which calls a method of that
-(`self.rms.update(x)`). The copy at the beginning is what autograd saves: the buffer itself changes
-later.
+The first line of the graph stands at the beginning of the call that assigns the buffer, the last
+line at its end. That call is one of the buffer's own module, or of a module around it that calls
+one of its methods (`self.rms.update(x)`). Autograd saves the copy, since the buffer changes later.
 
-A buffer that is in no checkpoint and gets another shape or dtype is a cache, as a plain attribute
-may be: what its first call computes and keeps, the graph computes in every micro-batch.
+A buffer that is in no checkpoint and gets another shape or dtype is a cache: the model computes it
+in its first call and keeps it, the graph computes it in every micro-batch.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Let these tensors be a model's buffers, also those that it has assigned anew."""
+    """Make these tensors the model's buffers, in place of those that it has assigned."""
     for name, buffer in buffers.items():
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, buffer)
@@ -48,8 +47,8 @@ def put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def as_before(*parts: Part, holders: Sequence[Holder] | None = None) -> Iterator[None]:
-    """Within, buffers may be written and assigned, and other tensors that are kept be written in
-    place, as a graph does both; afterwards they are as they were.
+    """Within, buffers may be written and assigned, and other kept tensors written in place;
+    afterwards all of them are as they were.
 
     Args:
         holders: `holders_of(*parts)`, where the caller has them.
@@ -75,7 +74,7 @@ def as_before(*parts: Part, holders: Sequence[Holder] | None = None) -> Iterator
 def frozen_as_before(model: nn.Module) -> Iterator[None]:
     """Within, forward may move frozen parameters, as a teacher's; afterwards they are as they were.
 
-    What has been given other memory has its own again: `k.data = q.data` makes two names of one.
+    A parameter whose memory was replaced (`k.data = q.data`) has its own memory again.
     """
     frozen = [p for p in model.parameters() if not p.requires_grad and not is_fake(p)]
     before = [(own, own.data, own.detach().clone()) for own in frozen]
@@ -99,8 +98,8 @@ def _put_back(own: Tensor, was: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Assigned:
-    """The buffers that a run has assigned: `states` by name, each with the path of the module in
-    whose call; `caches` are in no checkpoint."""
+    """The buffers that a run has assigned. `states` maps each buffer's name to the path of the
+    module whose call assigned it; `caches` names those that are in no checkpoint."""
 
     states: dict[str, str] = field(default_factory=dict)
     caches: set[str] = field(default_factory=set)
@@ -108,12 +107,12 @@ class Assigned:
 
 @contextmanager
 def written(model: nn.Module, names: Mapping[str, str]) -> Iterator[Assigned]:
-    """Within, the buffers `names` are written at the end of the calls of the modules they are
-    assigned in (`Assigned.states`).
+    """Within, each buffer of `names` is written at the end of the call that assigns it
+    (`Assigned.states`).
 
     Yields:
-        what at the end has the names of the other buffers that were assigned. Each buffer is then
-        the tensor that it was before.
+        an `Assigned`, which at the end has the other buffers that were assigned. Each buffer is
+        then the tensor that it was before.
 
     Raises:
         CaptureError: a buffer that is no cache gets another shape or dtype, or is assigned in
@@ -178,7 +177,7 @@ def _check_names(
     after: Mapping[str, Tensor],
     assigned: Collection[str],
 ) -> None:
-    """Refuse a buffer of several names of which some are given another tensor than the others."""
+    """Refuse a buffer with several names if an assignment reaches only some of them."""
     for name in sorted(assigned):
         for other, buffer in before.items():
             if buffer is before[name] and after.get(other) is not after.get(name):
@@ -193,7 +192,7 @@ def _check_names(
 def _check_views(
     model: nn.Module, buffers: Mapping[str, Tensor], versions: Mapping[str, int]
 ) -> None:
-    """Refuse a buffer that is written and that another one is a view of: ranks have two tensors."""
+    """Refuse a write to a buffer of which another buffer is a view: ranks have two tensors."""
     for name, other in _sharing(buffers):
         buffer, view = buffers[name], buffers[other]
         written = version(buffer) != versions[name] and not is_fake(buffer)
@@ -207,7 +206,7 @@ def _check_views(
 
 
 def _sharing(buffers: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """The names of two buffers in one memory that are not one tensor, in either order."""
+    """The names of pairs of different tensors that share memory, each pair in both orders."""
     places: dict[int, list[str]] = {}
     with no_function_modes():  # a large model has thousands
         for name, buffer in buffers.items():
@@ -221,7 +220,7 @@ def _sharing(buffers: Mapping[str, Tensor]) -> list[tuple[str, str]]:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors in one memory have any element of it in common."""
+    """Whether two tensors of one storage have an element in common."""
     if one.dtype != other.dtype:
         return True
     with no_function_modes():  # what Python reads here is no read of the model's
@@ -235,7 +234,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _of(model: nn.Module, name: str) -> str:
-    """Where the forward begins of the module that has a buffer."""
+    """The user's line at which the forward of a buffer's module begins."""
     return _owner(model, name.rpartition(".")[0])
 
 
@@ -244,7 +243,7 @@ def _owner(model: nn.Module, path: str) -> str:
 
 
 class _Calls:
-    """The calls in which buffers are assigned, but for those of `known`."""
+    """Finds the calls in which buffers are assigned, except the buffers of `known`."""
 
     def __init__(self, model: nn.Module, known: Collection[str]) -> None:
         self.around: dict[str, str] = {}
@@ -252,7 +251,7 @@ class _Calls:
         self._known = known
 
     def seen(self, module: nn.Module, leaf: str, buffer: Any) -> None:
-        """A buffer is assigned: the innermost call that runs is of its module, or of one around."""
+        """Note an assignment; the innermost running call is of its module or of one around it."""
         own = self._paths.get(module)
         name = leaf if not own else f"{own}.{leaf}"
         if own is None or name in self._known:

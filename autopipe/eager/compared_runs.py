@@ -1,7 +1,8 @@
-"""Run a model a first time, and again: does it keep what makes its second call another one?
+"""Run a model twice or more: does anything that it keeps make a later call compute otherwise?
 
-something changed that can be seen    a second run, and others far ahead (`counts.runs_ahead`)
-nothing changed                       a second run all the same (`second_run.check_unseen`)
+kept values have changed    a second run, and runs with counts far ahead (`counts.runs_ahead`)
+nothing has changed         a second run, for changes that cannot be seen
+                            (`second_run.check_unseen`)
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ def compared_runs(
     again: Callable[[Callable[[], Noted]], object],
     others: Callable[[], object],
 ) -> tuple[T, tuple[str, ...]]:
-    """What a first run gives, and the names of what makes a second one another.
+    """The result of a first run, and the names of kept values that make a later run differ.
 
     Args:
-        parts: the model and its loss; they keep nothing of these runs.
-        first: the first run, whose calls of torch are to be noted; it puts buffers back.
-        again: another one, in the same surroundings.
-        others: a run without surroundings.
+        parts: the model and its loss; what these runs change in them is put back.
+        first: makes the first run, notes its calls of torch, and puts buffers back.
+        again: makes another run in the same way.
+        others: makes a run without noting anything or putting anything back.
 
     Raises:
-        CaptureError: a second run is another one, and nothing is seen to have changed.
+        CaptureError: a second run makes other calls, though no kept value has changed.
     """
     with restoring(*parts) as changed:
         noted, caches = Noted(), Caches(*parts)

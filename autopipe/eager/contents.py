@@ -1,14 +1,18 @@
-"""What changes inside of a value that stays the same object, put back; how much a value is.
+"""Two views of a value that a model keeps: its content, to put back, and its measure, to count.
+
+The content is what may change while the value stays the same object; the measure is a number (or
+a tuple of numbers) that grows if the model counts with the value.
 
 value               content                  measure
 a list, a dict,
-a set, a deque      what it holds            how much it holds
+a set, a deque      its entries              the number of entries
 an array            its values               its values
-an iterator         how much it has given    how much it has given
-random numbers      the generator's state
-a tuple             (stays as it is)         the measures of what it holds
-a text              (stays as it is)         its length
-a number            (stays as it is)         the number
+an iterator         how many it has given    how many it has given
+a generator of
+random numbers      its state                (none)
+a tuple             (cannot change)          the measures of its entries
+a text              (cannot change)          its length
+a number            (cannot change)          the number
 """
 
 from __future__ import annotations
@@ -28,10 +32,10 @@ from typing import Any
 from autopipe.eager.iterators import Rewindable, place_of, put_at
 
 MOST_ELEMENTS = 2**22
-"""Of a tensor or an array up to which it is put back; larger ones are rather data."""
+"""Elements of a tensor or an array up to which it is put back; larger ones are taken for data."""
 
 MOST = 1_000
-"""Entries up to which what a container holds is looked at; of others the number is."""
+"""Entries of a container up to which they are looked at one by one."""
 
 _NUMBERS = (int, float, Fraction, Decimal, timedelta)
 
@@ -41,7 +45,7 @@ CONTAINERS = (*_CONTAINERS, OrderedDict, defaultdict, Counter)
 
 
 def content_of(value: Any) -> Any:
-    """A value's content, to compare and to put back; None: nothing changes inside."""
+    """A value's content, to compare and to put back; None: it has none that can change."""
     if isinstance(value, _CONTAINERS):
         return _entries(value)
     if isinstance(value, bytearray | array):
@@ -52,7 +56,7 @@ def content_of(value: Any) -> Any:
 
 
 def is_as(value: Any, content: Any) -> bool:
-    """Whether a value has the content that it had."""
+    """Whether a value's content equals an earlier one, as `content_of` gave it."""
     if content is None:
         return True
     if isinstance(value, _CONTAINERS):
@@ -64,7 +68,7 @@ def is_as(value: Any, content: Any) -> bool:
 
 
 def put_back(value: Any, content: Any) -> None:
-    """Let a value have the content that it had."""
+    """Give a value an earlier content, as `content_of` gave it."""
     if is_as(value, content):
         return
     if isinstance(value, list | bytearray):
@@ -86,7 +90,7 @@ def put_back(value: Any, content: Any) -> None:
 
 
 def measure(value: Any) -> Any:
-    """How much a value is, as a number or a tuple of measures; None: nothing that is counted."""
+    """A value's measure: a number, or a tuple of measures; None: no model counts with it."""
     if type(value) in _NUMBERS:  # a read of a trace is none of these
         return value
     if type(value) in CONTAINERS or type(value) is str:
@@ -103,14 +107,14 @@ def measure(value: Any) -> Any:
 
 
 def ahead(before: Any, rise: Any, calls: int) -> Any:
-    """What a measure is after so many calls that raise it so far."""
+    """The measure after `calls` more calls, each of which raises it by `rise`."""
     if isinstance(rise, tuple):
         return tuple(ahead(b, r, calls) for b, r in zip(before, rise, strict=True))
     return before if rise is None else before + calls * rise
 
 
 def rise_of(before: Any, after: Any) -> Any:
-    """How far a measure has risen; None: it is nothing that rises."""
+    """The difference of two measures of a value; None: it has no measure."""
     if isinstance(before, tuple) and isinstance(after, tuple):
         return tuple(map(rise_of, before, after)) if len(before) == len(after) else None
     if before is None or after is None or isinstance(before, tuple) or isinstance(after, tuple):
@@ -119,7 +123,7 @@ def rise_of(before: Any, after: Any) -> Any:
 
 
 def raised(value: Any, to: Any) -> Any:
-    """A value of this measure: the same one with more in it, or another number."""
+    """A value with the measure `to`: a container is extended in place, a number is a new one."""
     if isinstance(value, Rewindable):
         value.draw(min(to - len(value.values), MOST))
     elif isinstance(value, str):
@@ -145,7 +149,7 @@ def raised(value: Any, to: Any) -> Any:
 
 
 def _number(value: Any, to: Any) -> Any:
-    """A number of this measure, or the same array of them."""
+    """The number `to` in the value's class; an array is written in place."""
     if isinstance(value, array):
         value[:] = array(value.typecode, to)
     elif _is_array(value):
@@ -156,20 +160,20 @@ def _number(value: Any, to: Any) -> Any:
 
 
 def _others(known: Collection[Any], count: int) -> list[int]:
-    """As many numbers as are missing to this count of entries."""
+    """New numbers, as many as `known` lacks to have `count` entries."""
     new = (number for number in itertools.count() if number not in known)
     return list(itertools.islice(new, max(0, count - len(known))))
 
 
 def _entries(container: Any) -> list[Any]:
-    """What one holds, of a dict keys and values in turn; runs no code of the user's."""
+    """A container's entries (of a dict its keys and values in turn), by Python's own methods."""
     if isinstance(container, dict):
         return [part for pair in _kind_of(container).items(container) for part in pair]
     return [*container]
 
 
 def _kind_of(container: dict[Any, Any]) -> Any:
-    """The class of Python's whose code a dict of any class is read and written by."""
+    """Python's own class, `dict` or `OrderedDict`, whose methods read and write this dict."""
     return OrderedDict if isinstance(container, OrderedDict) else dict
 
 

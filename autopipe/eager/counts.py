@@ -1,4 +1,4 @@
-"""What a model counts in Python, and what it does when the count is far ahead."""
+"""Find what a model counts in Python, and run the model with these counts far ahead."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ ROUND = 100, 1_000, 10_000
 """Counts that many phases and periods end at: a warm-up of 1000 calls, a penalty in every 100th."""
 
 AHEAD = (*range(1, 9), 30, *(count - gap for count in ROUND for gap in (3, 2, 1)), 100_000)
-"""So many calls ahead a model is looked at that counts its calls: a warm-up may be over then, or a
-phase have begun that ends again. When these are added, a model has been called one to three times.
-What comes and goes between two of these is not seen."""
+"""The numbers of calls by which counts are set ahead: a warm-up may be over then, or a phase begun.
+The model has been called one to three times before. A phase that begins and ends between two of
+these numbers is not seen."""
 
 FURTHER = 8
-"""Calls that a small model is run for which keeps something that nothing can set ahead."""
+"""Further runs of a small model that keeps something which cannot be set ahead."""
 
 SMALL = 500
-"""Calls of torch in a run of such a model."""
+"""The most calls of torch in one run of a small model."""
 
 
 class Counts:
-    """The numbers that models keep, how much their containers hold and their iterators have given.
+    """The measures (`contents.measure`) of all values that models and losses keep.
 
     counts = Counts(model)      self.step = 3
     model(x)                    self.step = 4
@@ -66,13 +66,13 @@ class Counts:
 
     @property
     def risen(self) -> bool:
-        """Whether any is another one by now."""
+        """Whether any measure has changed."""
         return any(self._before.get(key, value) != value for key, value in self._now().items())
 
     def ahead(self, calls: int) -> None:
-        """Set those that have changed to what so many calls would have made of them since then.
+        """Set each value that has changed to what `calls` calls would have made of it.
 
-        What one call makes of them is what they are when this is called first.
+        The change up to the first call of this method is taken for the change of one call.
         """
         if self._rises is None:
             now, before = self._now(), self._before
@@ -93,8 +93,8 @@ class Counts:
                     own[name] = value
 
     def runs(self, run: Callable[[], T]) -> Iterator[T | str]:
-        """What a run gives, each time with counts farther ahead, if any has risen; of one that
-        fails the error, as a table of the user's may be shorter."""
+        """The results of runs with counts farther and farther ahead; none if nothing has changed.
+        Of a run that fails the error's text: a table of the user's may be shorter."""
         for number in AHEAD if self.risen else ():
             self.ahead(number)
             try:
@@ -103,19 +103,19 @@ class Counts:
                 yield repr(error)
 
     def _loses_its_front(self, key: tuple[int, Any]) -> bool:
-        """Whether a list has lost what stood first in it: a schedule, by `pop(0)`."""
+        """Whether a list has lost its first entries, as a schedule does by `pop(0)`."""
         now = [*self._holders[key[0]].own[key[1]]]
         return is_as(now, self._lists[key][-len(now) :] if now else [])
 
 
 def runs_ahead(parts: Sequence[Part], run: Callable[[], object]) -> Iterator[Hashable]:
-    """The calls of torch of a run, of a second one, and of others far ahead if anything counts;
-    else of a few more.
+    """The calls of torch of several runs: a first, a second, and then runs with counts far ahead
+    or, of a small model that counts nothing, a few more.
 
-    Buffers are as before in each: what runs differ in is what Python keeps, as a graph has buffers.
+    Each run begins with the same buffers, so that runs differ only by what Python keeps.
 
     Args:
-        run: draws from torch's generator as it is, and leaves it so.
+        run: runs the model; it leaves the state of torch's generator as it was.
     """
 
     def calls() -> tuple[Call, ...]:

@@ -1,11 +1,11 @@
 """Random numbers that a model draws outside of torch: from Python's and numpy's generators.
 
-    random.random(), numpy.random.rand()     one for all
-    self.rng = random.Random(0)              one of the model's, wherever it keeps it
-    from random import random                a method of one
+    random.random(), numpy.random.rand()     the generator that all code shares
+    self.rng = random.Random(0)              a generator of the model's, wherever it is kept
+    from random import random                a method of a generator
 
-In a graph they would be constants. Some models draw one that changes nothing (`if draw <
-self.layerdrop` where that is 0): these make the same calls of torch whatever is drawn.
+In a graph such numbers would be constants. A model may draw numbers that change nothing (`if draw <
+self.layerdrop` with a layerdrop of 0): it makes the same calls of torch whatever is drawn.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ EXTREMES = 0.0, 1 - 2**-53
 
 
 class Generators:
-    """Those of Python's random and of numpy.random, and those that a model keeps.
+    """The generators of Python's random and of numpy.random, and those that a model keeps.
 
     Args:
-        parts: the model and its loss; none: those of Python and numpy alone.
+        parts: the model and its loss; without them only Python's and numpy's are looked at.
     """
 
     def __init__(self, *parts: Part) -> None:
@@ -52,12 +52,12 @@ class Generators:
         self._all = list(generators.values())
 
     def places(self) -> Hashable:
-        """Where all of them are."""
+        """The states of all generators."""
         return tuple(map(place_of, self._all))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Within, they may be drawn from; afterwards they are as before."""
+        """Within, the generators may be drawn from; afterwards their states are as before."""
         before = [place_of(one) for one in self._all]
         try:
             yield
@@ -66,14 +66,14 @@ class Generators:
                 put_at(one, place)
 
     def check(self, before: Hashable, run: Callable[[], object]) -> None:
-        """Refuse a model that has drawn from any, if what it computes depends on the numbers.
+        """Refuse a model that has drawn from a generator, if what it computes depends on that.
 
         Args:
             before: `places` before it ran.
             run: runs the model once more.
 
         Raises:
-            CaptureError: names the line that draws; with numpy, the next one that calls torch.
+            CaptureError: names the line that draws or, for numpy, the next line that calls torch.
         """
         if self.places() == before:
             return
@@ -99,7 +99,7 @@ class Generators:
 
     @contextmanager
     def _giving(self, share: float) -> Iterator[None]:
-        """Within, a draw gives the least or the most that it may, wherever the code asks for it."""
+        """Within, every draw gives the least (share 0) or the most (share near 1) that it may."""
         with ExitStack() as until:
             for module in _modules():
                 extreme = _Extreme(share, _generator(module.random))
@@ -118,11 +118,11 @@ class Generators:
 DRAWS = frozenset(
     ("random", "random_sample", "rand", "uniform", "randrange", "randint", "integers", "choice")
 )
-"""The methods by which code lets something happen now and then."""
+"""The methods of generators whose results usually decide whether something happens."""
 
 
 class _Extreme:
-    """Stands in for a generator: its draws are the least, or the most, that they may be.
+    """Stands in for a generator: each of `DRAWS` gives the least, or the most, that it may.
 
     Draws of other kinds (`normal`, `shuffle`) are the generator's own.
     """
@@ -135,7 +135,7 @@ class _Extreme:
         return getattr(self.own, name)
 
     def like(self, method: Any) -> Any:
-        """The method of the same name."""
+        """This object's method in the place of the generator's method of the same name."""
         return getattr(self, method.__name__) if method.__name__ in DRAWS else method
 
     def random(self, size: Any = None, **_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Values of Python as others that are equal only where nobody can tell the first ones apart."""
+"""Make hashable stand-ins of Python values, equal only if no code can tell the values apart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ FIXED = (type, FunctionType, BuiltinFunctionType, ModuleType)
 
 
 def frozen(value: Any, *, deep: bool = True) -> Hashable:
-    """A value that equals another's only if nobody can tell them apart."""
+    """A stand-in for a value; two are equal only if no code can tell the values apart.
+
+    Args:
+        deep: whether an object's attributes are looked at too.
+    """
     if isinstance(value, VALUES):
         return type(value), value
     if isinstance(value, float | complex):

@@ -1,12 +1,12 @@
-"""Where a model's Python can keep something from one call to the next.
+"""The places in Python where a model can keep a value from one call to the next.
 
-self.step += 1                  the attributes of a module, of an object of the user's in one
-self.state["step"] += 1         a dict, a list or a tuple in one
-Net.step += 1                   the attributes of a class
-global STEP; STEP += 1          the globals of the file that a class stands in
-nonlocal step; step += 1        what a method closes over, its own attributes, its defaults;
-                                a function in an attribute too
-next(self.ids)                  an iterator, wherever a value may be (`eager.iterators`)
+self.step += 1                  attributes of a module, or of a user's object in an attribute
+self.state["step"] += 1         entries of a dict, a list or a tuple in an attribute
+Net.step += 1                   attributes of a class
+global STEP; STEP += 1          globals of the file that defines a class
+nonlocal step; step += 1        variables that a method closes over, attributes and defaults of
+                                it; the same of a function in an attribute
+next(self.ids)                  an iterator at any of these places (`eager.iterators`)
 
 What changes elsewhere (a clock, bytes) is found by a second run (`second_run.check_unseen`).
 """
@@ -33,30 +33,30 @@ from autopipe.ir.tensors import attributes_of
 from autopipe.ir.torch_private import is_fake
 
 DEPTH = 5
-"""So far down objects, dicts and lists are looked into: `self.trainer.schedule.state["step"]`."""
+"""Levels of objects, dicts and lists that are searched: `self.trainer.schedule.state["step"]`."""
 
 _PLAIN = (*VALUES, float, complex)
 _PASSED = (*_PLAIN, *FIXED, Tensor, nn.Module, property, staticmethod, classmethod)
-"""What keeps nothing, or is looked at by itself."""
+"""Types of values that keep nothing, or that are searched by a function of their own."""
 
 _OF_PYTHON = (SimpleNamespace, WeakKeyDictionary)
-"""Objects of Python's own that keep what a user sets."""
+"""Classes of Python's own whose objects keep values of the user's."""
 
 _FOREIGN = frozenset({"torch", *sys.stdlib_module_names})
-"""Packages in which no model of a user's keeps anything."""
+"""Packages in which users' models keep nothing."""
 
 _GONE = object()
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Something that keeps values by name.
+    """A place that keeps values by name: a module, a class, a file, a container.
 
     Attributes:
-        name: how the user finds it: `layers.0`, `Net`, `my_models`; nothing: the model itself.
-        own: its values. What is set or deleted here is so there.
-        inside: whether it is the value that `name` has, and not what has such names.
-        shared: whether code that is not the model's may keep values there too.
+        name: how the user finds it: `layers.0`, `Net`, `my_models`; empty: the model itself.
+        own: a live view of its values: setting or deleting an entry changes the place itself.
+        inside: whether `name` is that of a container, which its values have as their label too.
+        shared: whether code other than the model's may keep values there too.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Holder:
     shared: bool = False
 
     def label(self, key: Any) -> str:
-        """How the user finds one value."""
+        """The name by which the user finds the value `key`."""
         return self.name if self.inside else f"{self.name}.{key}".strip(".")
 
     def values(self) -> dict[Any, Any]:
-        """What is kept there now, without what belongs to Python or to torch."""
+        """The values kept there now, except those of Python or torch itself."""
         if self.shared:
             return {key: v for key, v in self.own.items() if _may_change(key, v)}
         if self.inside:
@@ -82,26 +82,26 @@ Part = nn.Module | Callable[..., Any]
 
 
 def modules_among(parts: Iterable[Part]) -> list[nn.Module]:
-    """Those parts that are modules, and those that a loss uses (`frontend.loss.used_by`)."""
+    """The modules among the parts, and modules that a loss uses (`frontend.loss.used_by`)."""
     found = (used for part in parts for used in used_by(part) if isinstance(used, nn.Module))
     return list(dict.fromkeys(found))
 
 
 def tensors_of(holders: Iterable[Holder]) -> list[Tensor]:
-    """The tensors that they keep beside parameters and buffers, each once."""
+    """The tensors that holders keep and a model may write, each once; no parameters or buffers."""
     kept = (value for holder in holders for value in list(holder.own.values()))
     found = {id(value): value for value in kept if isinstance(value, Tensor)}
     return [t for t in found.values() if _is_written_to(t) and t.numel() <= MOST_ELEMENTS]
 
 
 def _is_written_to(tensor: Tensor) -> bool:
-    """Whether a model may write a tensor in place, and it has values."""
+    """Whether a tensor has values and a model may write them in place."""
     beside = isinstance(tensor, nn.Parameter) or is_fake(tensor) or tensor.is_inference()
     return not beside and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def holders_of(*parts: Part) -> list[Holder]:
-    """All of them: those of modules, of their classes and files, and what stands in these."""
+    """All holders of the parts: modules, their classes and files, and the values in these."""
     models = modules_among(parts)
     found = {key: own for model in models for key, own in _of_modules(model).items()}
     for part in parts:
@@ -120,14 +120,14 @@ def holders_of(*parts: Part) -> list[Holder]:
 
 
 def _of_modules(model: nn.Module) -> dict[int, Holder]:
-    """Those of modules, and of their parameters and buffers: `self.weight.calls += 1`."""
+    """Holders of modules, and of parameters and buffers: `self.weight.calls += 1`."""
     states = chain(model.named_parameters(), model.named_buffers())
     of_states = {id(own): Holder(name, _Attributes(own, attributes_of)) for name, own in states}
     return {id(m): Holder(path, vars(m)) for path, m in model.named_modules()} | of_states
 
 
 def _of_loss(loss: Callable[..., Any]) -> dict[int, Holder]:
-    """Those of a function, or of the object that is called or whose method it is."""
+    """Holders of a loss function, or of the object that is called or that has the method."""
     while isinstance(loss, partial):
         loss = loss.func
     target = getattr(loss, "__self__", loss)
@@ -140,7 +140,7 @@ def _of_loss(loss: Callable[..., Any]) -> dict[int, Holder]:
 
 
 def _of_code(modules: Sequence[nn.Module], files: set[str]) -> dict[int, Holder]:
-    """Those of the modules' classes, of files and those that these stand in, of functions there."""
+    """Holders of the modules' classes, of files, and of the functions in both."""
     found: dict[int, Holder] = {}
     kinds = dict.fromkeys(base for module in modules for base in type(module).__mro__)
     files = {file for file in files | {kind.__module__ for kind in kinds} if not _foreign(file)}
@@ -160,7 +160,7 @@ def _of_code(modules: Sequence[nn.Module], files: set[str]) -> dict[int, Holder]
 
 
 def _below(holder: Holder) -> dict[int, Holder]:
-    """Those of functions, dicts, lists and objects that stand in one."""
+    """Holders of the functions, dicts, lists and objects that are values of a holder."""
     found: dict[int, Holder] = {}
     for key, value in holder.values().items():
         plain = type(value) is FunctionType and not holder.shared  # others' code is not run
@@ -177,7 +177,7 @@ def _foreign(file: str) -> bool:
 
 
 def _may_change(key: Any, value: Any) -> bool:
-    """Whether a name of a class or a file may be one that a model counts with."""
+    """Whether a model may count with an attribute of a class or a global of a file."""
     if str(key).startswith("__"):
         return False
     if isinstance(value, (list, dict, set)):  # one that a library has made may load files by itself
@@ -186,7 +186,7 @@ def _may_change(key: Any, value: Any) -> bool:
 
 
 def _of_function(value: Any) -> dict[int, Holder]:
-    """What a function closes over, its attributes and what its defaults hold."""
+    """Holders of a function: its attributes, the variables it closes over, its defaults."""
     function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
     if not isinstance(function, FunctionType):
         return {}
@@ -202,10 +202,10 @@ def _of_function(value: Any) -> dict[int, Holder]:
 
 
 def _inside(value: Any, *, shared: bool) -> MutableMapping[Any, Any] | None:
-    """What a dict, a list or an object keeps; None: nothing that a model counts with.
+    """The values in a dict, a list or an object; None: no model counts with them.
 
     Args:
-        shared: whether it stands where objects of Python's own do too, such as a logger.
+        shared: whether the value is in a `shared` holder, beside objects such as a logger.
     """
     if isinstance(value, list | dict):
         if len(value) > MOST or (shared and type(value) not in CONTAINERS):
@@ -235,7 +235,7 @@ def _several(slots: Any) -> tuple[str, ...]:
 
 
 def _fields(value: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Those fields of an object that it has."""
+    """The fields of these names that an object has."""
     found = ((name, _field(value, name)) for name in names)
     return {name: own for name, own in found if own is not _GONE}
 
@@ -249,7 +249,7 @@ def _field(value: Any, name: str) -> Any:
 
 
 class _Attributes(MutableMapping[Any, Any]):
-    """Attributes that are set by `setattr`: of a class, and of an object with slots."""
+    """Attributes that are set by `setattr`: of a class, a tensor, or an object with slots."""
 
     def __init__(self, target: Any, read: Callable[[Any], Any]) -> None:
         self._target, self._read = target, read
@@ -297,7 +297,7 @@ class _Cells(MutableMapping[Any, Any]):
 
 
 class _Items(MutableMapping[Any, Any]):
-    """The items of a list by their places."""
+    """The items of a list by position."""
 
     def __init__(self, items: Any) -> None:
         self._items = items
@@ -319,7 +319,7 @@ class _Items(MutableMapping[Any, Any]):
 
 
 class _Entries(MutableMapping[Any, Any]):
-    """Those of a dict, without the code of a class of the user's."""
+    """The entries of a dict, read and written without a user's class's own code."""
 
     def __init__(self, entries: dict[Any, Any]) -> None:
         self._entries = entries
@@ -341,7 +341,7 @@ class _Entries(MutableMapping[Any, Any]):
 
 
 class _Fixed(_Items):
-    """Those of a tuple, which stay."""
+    """The items of a tuple, which cannot be set."""
 
     def __setitem__(self, place: Any, value: Any) -> None:
         pass

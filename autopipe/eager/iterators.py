@@ -1,10 +1,10 @@
-"""Iterators and generators of random numbers that a model draws from, and their places.
+"""Note and put back the positions of iterators and random generators that a model keeps.
 
     self.ids = itertools.cycle((0, 1))          self.rng = random.Random(0)
     x = self.layers[next(self.ids)](x)          if self.rng.random() < 0.5: ...
 
-An iterator keeps its place where nobody can look. While a model runs, each that it keeps is put
-into a `Rewindable`, which notes what is drawn and can give it again.
+Python cannot read an iterator's position. While a model runs, each iterator that it keeps is
+wrapped in a `Rewindable`, which notes the values it gives and can give them again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 class Rewindable(Iterator[Any]):
-    """Gives what an iterator gives, and notes it: `values`."""
+    """Gives an iterator's values, and notes them in `values`, so that it can go back."""
 
     def __init__(self, own: Iterator[Any]) -> None:
         self._own = own
@@ -31,7 +31,7 @@ class Rewindable(Iterator[Any]):
         return self._noted(self._again.popleft() if self._again else next(self._own))
 
     def send(self, value: Any) -> Any:
-        """As a generator has it."""
+        """Send a value to a wrapped generator."""
         return self._noted(self._own.send(value))  # type: ignore[attr-defined]
 
     def _noted(self, value: Any) -> Any:
@@ -45,33 +45,33 @@ class Rewindable(Iterator[Any]):
         return self
 
     def draw(self, count: int) -> None:
-        """Draw so many, or as many as there are."""
+        """Draw `count` values, or as many as there are."""
         deque(itertools.islice(self, max(0, count)), maxlen=0)
 
     def back_to(self, count: int) -> None:
-        """As when so many were drawn."""
+        """Go back to where `count` values had been drawn."""
         self._again.extendleft(reversed(self.values[count:]))
         del self.values[count:]
 
     def left(self) -> Iterator[Any]:
-        """An iterator that gives what this one would."""
+        """An iterator over the remaining values, without this wrapper where possible."""
         return itertools.chain(self._again, self._own) if self._again else self._own
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether a value is one of Python's own iterators; those of a user's class have attributes."""
+    """Whether a value is an iterator of a class of Python's (`holders` finds a user's class)."""
     own = type(value).__module__ in ("builtins", "itertools")
     return own and isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value is a generator of random numbers whose place can be told."""
+    """Whether a value is a generator of random numbers whose state can be read."""
     own = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
     return own or _of_numpy(value) is not None
 
 
 def place_of(value: Any) -> Any:
-    """Where an iterator or a generator of random numbers is, as a value; None: it is neither."""
+    """The position of a `Rewindable`, or a random generator's state; None: it is neither."""
     if isinstance(value, Rewindable):
         return len(value.values)
     if isinstance(value, random.Random):
@@ -81,7 +81,7 @@ def place_of(value: Any) -> Any:
 
 
 def put_at(value: Any, place: Any) -> None:
-    """Let it be at a place where it has been."""
+    """Put a `Rewindable` or a random generator back to a place of `place_of`."""
     if isinstance(value, Rewindable):
         value.back_to(place)
     elif isinstance(value, random.Random):
@@ -91,7 +91,7 @@ def put_at(value: Any, place: Any) -> None:
 
 
 def _of_numpy(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """How the state of a numpy.random.Generator or RandomState is read and written."""
+    """Two functions that read and write the state of a numpy.random.Generator or RandomState."""
     numpy = sys.modules.get("numpy.random")
     if numpy is None or not isinstance(value, numpy.Generator | numpy.RandomState):
         return None

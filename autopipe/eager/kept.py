@@ -1,4 +1,4 @@
-"""Put back what a model has kept from one call for the next, or tell what it has kept."""
+"""Put back the values that a model has kept from one call to the next, or name them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from autopipe.ir.torch_private import buffer_names, is_fake
 def restoring(*parts: Part) -> Iterator[Callable[[], tuple[str, ...]]]:
     """Restore after the block what models and losses keep: buffers, hooks, and all `holders_of`.
 
-    What a model keeps from one call to the next is then as before its first; the hooks too that it
-    registers in its first call, as it notes that it has done so.
+    Hooks that a model registers in its first call are removed too, since the attribute that says
+    so is put back as well.
 
     Yields:
-        a function that gives the names of what Python has kept by now that was not there before.
+        a function that names the values, hooks and buffers that have changed or are new by now.
     """
     holders = holders_of(*parts)
     with (
@@ -39,7 +39,7 @@ def restoring(*parts: Part) -> Iterator[Callable[[], tuple[str, ...]]]:
 
 @contextmanager
 def _restoring_kept(holders: Sequence[Holder]) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """As `restoring` has it, of all but what is registered with modules."""
+    """`restoring` for the values of these holders."""
     drawn = _drawn_from(holders)
     before = [(holder, _with_contents(holder.values())) for holder in holders]
 
@@ -67,12 +67,12 @@ def _restoring_kept(holders: Sequence[Holder]) -> Iterator[Callable[[], tuple[st
 
 @contextmanager
 def caches_put_back(*parts: Part) -> Iterator[None]:
-    """Within, functions may keep results by `functools.lru_cache`; afterwards those that have kept
-    some within have none.
+    """Within, functions may keep results by `functools.lru_cache`; afterwards the caches that have
+    grown are empty.
 
-    A table that a cached function makes is no constant of a graph then, but made in it: a rank,
-    which has not called the model before, makes it too. Functions that forward does not call keep
-    what they have: a user's file may have others.
+    So a graph makes the table of a cached function itself, and does not have it as a constant: a
+    rank, which has not called the model before, makes it too. Caches that forward does not use
+    stay as they are.
     """
     caches = Caches(*parts)
     try:
@@ -83,7 +83,7 @@ def caches_put_back(*parts: Part) -> Iterator[None]:
 
 
 class Caches:
-    """The functions that a model may call and that keep their results, with how many each has."""
+    """The cached functions that a model may call, with the number of results each has now."""
 
     def __init__(self, *parts: Part) -> None:
         values = (value for holder in holders_of(*parts) for value in holder.values().values())
@@ -91,7 +91,7 @@ class Caches:
         self._sizes = [(function, function.cache_info().currsize) for function in functions]
 
     def filled(self) -> list[Any]:
-        """Those that have another number by now."""
+        """The functions whose number of results has changed."""
         return [f for f, size in self._sizes if f.cache_info().currsize != size]
 
 
@@ -100,7 +100,7 @@ _Cached = type(lru_cache(int))
 
 
 def _drawn_from(holders: Sequence[Holder]) -> list[tuple[Holder, Any, Rewindable]]:
-    """Let what is drawn from iterators be noted; where they are, and what stands there now."""
+    """Wrap each kept iterator in a `Rewindable`; returns its holder, its key and the wrapper."""
     found = [
         (holder, key, Rewindable(value))
         for holder in holders
@@ -114,10 +114,10 @@ def _drawn_from(holders: Sequence[Holder]) -> list[tuple[Holder, Any, Rewindable
 
 @contextmanager
 def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """The same of hooks and names of buffers, and of whether modules are in training.
+    """`restoring` for hooks, for names of buffers, and for whether modules are in training.
 
     Yields:
-        a function that gives the names of the buffers that there were not before, and of hooks.
+        a function that names changed hooks and new buffers.
     """
     paths = {module: path for model in models for path, module in model.named_modules()}
     modules = list(paths)
@@ -152,7 +152,7 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], 
 
 
 def without_values(model: nn.Module) -> list[str]:
-    """Where a model with fake parameters keeps tensors without values outside of its own.
+    """The names under which a model with fake parameters keeps other fake tensors.
 
     `copies` for `self.copies = [p.clone() for p in self.parameters()]`.
     """
@@ -167,10 +167,10 @@ def without_values(model: nn.Module) -> list[str]:
 
 @contextmanager
 def left_by(model: nn.Module, twins: Iterable[nn.Module]) -> Iterator[None]:
-    """Within, the twins have the tensors that forward has left in attributes of the model.
+    """Within, the twins of a model have the tensors that forward has left in its attributes.
 
-    A loss finds there what a module computes beside its result (`self.aux_loss`); it may hold a
-    twin, where the model that runs is a copy without weights.
+    A loss may read such a tensor (`model.aux_loss`) from the module that it holds, while the model
+    that runs is a copy of that module without weights: a twin.
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
     for twin in twins:
@@ -194,7 +194,7 @@ _MISSING = object()
 
 
 def _differs(value: Any, known: tuple[Any, Any] | None) -> bool:
-    """Whether a value is another one than `_with_contents` has noted."""
+    """Whether a value or its content differs from what `_with_contents` has noted."""
     if known is None or value is not known[0]:
         return known is None or frozen(value, deep=False) != frozen(known[0], deep=False)
     return not is_as(value, known[1])

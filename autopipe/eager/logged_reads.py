@@ -6,9 +6,10 @@
     if x.mean().item() > 3: ...          used: a branch of the graph stands on it
     y = x * scale.item()                 used: it is in the graph
 
-While a model's reads are recorded, such a number is a `Looked`: it reports any use other than to
-keep it or to format it as text. A number that is never used needs no check at run time. Whether a
-text matters is seen from the layers (`LayersUsed`) of runs that show different numbers (`SHOWN`).
+While a model's reads are recorded, a `Looked` stands for each such number: it reports any use other
+than keeping it or formatting it as text. A number that is never used needs no check at run time.
+Whether a text matters is decided by runs whose texts show different numbers (`SHOWN`): it matters
+if they use different layers (`LayersUsed`).
 """
 
 from __future__ import annotations
@@ -64,27 +65,27 @@ class Looked:
 
 
 def itself(number: Number) -> Number:
-    """The number that was read, to be shown."""
+    """The number that was read."""
     return number
 
 
 def next_one(number: Number) -> Number:
-    """Another number of the same kind."""
+    """The next number, or the other truth value."""
     return not number if isinstance(number, bool) else number + 1
 
 
 def far_above(number: Number) -> Number:
-    """One that is larger than any that a text is compared with, and longer."""
+    """A number that is larger, and has more digits, than those a model compares a text with."""
     return True if isinstance(number, bool) else 1_000 * abs(number) + 1_000
 
 
 def far_below(number: Number) -> Number:
-    """One below those."""
+    """The negative of `far_above`."""
     return False if isinstance(number, bool) else -far_above(number)
 
 
 SHOWN = itself, next_one, far_above, far_below
-"""What stands in the place of a number that is made into text, in a run each."""
+"""What runs show in the place of a number that is made into text, one of these in each run."""
 
 
 def zero(tensor: Tensor) -> Number:
@@ -151,7 +152,7 @@ for _name, _function in {**_TURNED_TO, **_REST}.items():
 
 
 _WITHOUT = (Tensor, str)
-"""Arguments that are no placeholders, and have none inside."""
+"""Types of arguments that neither are placeholders nor contain any."""
 
 
 def used(tree: Any) -> Any:

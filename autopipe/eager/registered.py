@@ -1,18 +1,18 @@
-"""What a model registers while it runs, and what it finds elsewhere than where it is registered.
+"""Parameters and buffers that a model registers in forward, or reads from unregistered places.
 
     if self.scale is None:
         self.scale = nn.Parameter(torch.ones(x.shape[-1]))      refused
         self.proj = nn.Linear(x.shape[-1], 8)                   refused
         self.register_buffer("table", make(x.shape[1]))         computed in every micro-batch
 
-An optimizer that is made before the first forward does not have such a parameter, one that is made
-after it does: the model itself does not say whether it is trained.
+An optimizer made before the first forward lacks such a parameter, one made after it has it: the
+model alone does not say whether the parameter is trained.
 
     self.ws = [nn.Parameter(...), ...]              forward reads self.ws
     self.params = nn.ParameterList(self.ws)         and an optimizer finds them here
 
-A trace puts tensors of its own where parameters are registered, and lists, closures and modules in
-lists have those that were there before. When torch is called, one stands for the other.
+A trace replaces registered parameters by tensors of its own, but lists, closures and modules in
+lists still hold the old ones. When torch is called, the old one is replaced by the new one.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from autopipe.ir.torch_private import tree_map
 
 @contextmanager
 def new_parameters(model: nn.Module) -> Iterator[None]:
-    """Refuse parameters that the model gets within, by themselves or in a new module.
+    """Within, refuse new parameters of the model, alone or in a new module.
 
-    A module that forward makes, calls and forgets is none of the model's.
+    A module that forward makes, calls and forgets does not belong to the model.
 
     Raises:
         CaptureError: names the parameter and the user's line.
@@ -86,11 +86,11 @@ def _refusal(name: str, *, again: bool) -> CaptureError:
 
 
 class AsRegistered(TorchFunctionMode):
-    """Within, what was the parameter of a name is what the model has by that name now.
+    """Within, calls of torch get, for an old parameter, what the model has by its name now.
 
     Args:
-        before: the parameters of the model by their names, as they were.
-        others: what else stands for them, each with the one of them that it stands for.
+        before: the old parameters of the model by name.
+        others: other tensors that stand for parameters, each with the parameter it stands for.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """Run a model again, to see whether it then makes other calls of torch.
 
-    self.count += 1               after its own first call
+    self.count += 1               a count, which the first call has changed
     if self.step < 10:            a buffer that each call changes
-    time.time() % 2 < 1           what is in no attribute: a clock, bytes, a file
+    time.time() % 2 < 1           something in no attribute: a clock, bytes, a file
 
-A trace has what one run computes, for good: what the model keeps in plain attributes is a constant
-in it, as are random numbers from outside torch (`eager.draws`). Some models keep what they only
-look at (`self.last = hidden`, or a word for `labels.dtype`): these make the same calls again.
+A trace has what one run computes, for good: in it values of plain attributes are constants, and so
+are random numbers from outside torch (`eager.draws`). A model whose kept values change no later
+computation (`self.last = hidden`) makes the same calls in a second run, and is taken.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes
 from autopipe.planfile.parts import Read
 
 SMALL = 4096
-"""Elements of a tensor up to which its values count as part of a call."""
+"""Elements of a tensor up to which its values are compared as part of a call."""
 
 BINARY = 2
 """Marshal's format in which equal values are equal bytes: later ones depend on references."""
 
 
 Call = tuple[tuple[str, Any], ...]
-"""Of a call of torch the function with its numbers, and of each tensor its shape and its values."""
+"""A call of torch: (function, its numbers), then (shape, values) of each tensor it is given."""
 
 
 def calls_of(run: Callable[[], object]) -> tuple[Call, ...]:
-    """The calls of torch that a run makes, with the numbers and small tensors that go into them."""
+    """The calls of torch that a run makes, with their numbers and the values of small tensors."""
     with Noted() as noted:
         run()
     return tuple(noted.calls)
@@ -50,18 +50,18 @@ def calls_of(run: Callable[[], object]) -> tuple[Call, ...]:
 def check_unseen(
     first: Sequence[Call], again: Callable[..., object], *, filled: bool = False
 ) -> None:
-    """Refuse a model whose second call is another one, though nothing is seen to have changed.
+    """Refuse a model whose second run makes other calls, though no kept value has changed.
 
-    A second call may leave calls of the first out: these have filled a cache (`functools.cache`).
+    The second run may leave out calls of the first: those have filled a cache (`functools.cache`).
 
     Args:
-        first: the calls of torch of a first run.
-        again: makes another run, with the buffers and the random numbers of the first, within what
-            a function gives.
+        first: the calls of torch of the first run.
+        again: takes a function that returns a mode, and makes another run under that mode, with
+            the buffers and the random numbers of the first run.
         filled: whether a cached function has kept results of the first run.
 
     Raises:
-        CaptureError: names the line at which it does otherwise.
+        CaptureError: names the line of the first call that differs.
     """
     second = Noted()
     again(lambda: second)
@@ -82,13 +82,13 @@ def check_unseen(
 
 
 def leaves_out(first: Sequence[Call], second: Sequence[Call]) -> bool:
-    """Whether a second run makes the calls of a first one but for some, of which none draws: these
-    have filled a cache."""
+    """Whether a second run makes only calls of the first, and the calls that it leaves out (they
+    have filled a cache) draw no random numbers."""
     return _parting(first, second) == len(second) and not _draws_left_out(first, second)
 
 
 def _check_left_out(first: Sequence[Call], second: Sequence[Call]) -> None:
-    """Refuse random numbers that a first call keeps for good: a graph draws them anew."""
+    """Refuse random numbers that a first run draws and keeps: a graph draws them in each call."""
     for function in _draws_left_out(first, second):
         raise CaptureError(
             f"the model draws random numbers in a first call ({function}) and keeps them; in a "
@@ -108,7 +108,7 @@ _RANDOM = "rand", "normal", "uniform", "bernoulli", "multinomial", "exponential"
 
 
 def _parting(first: Sequence[Call], second: Sequence[Call]) -> int:
-    """The position of the first call of `second` that `first` does not have, in order."""
+    """The position in `second` of its first call that `first` does not have, in this order."""
     left = iter(first)
     for position, call in enumerate(second):
         if not any(_same(one, call) for one in left):  # goes on behind the last one that was found
@@ -117,7 +117,7 @@ def _parting(first: Sequence[Call], second: Sequence[Call]) -> int:
 
 
 def _same(one: Call, other: Call) -> bool:
-    """Whether two calls are the same, or the other has what the first run has made and kept."""
+    """Whether two calls are the same; values of tensors that the first run made do not count."""
     if one == other:
         return True
     pairs = list(zip(one[1:], other[1:], strict=False))
@@ -126,10 +126,9 @@ def _same(one: Call, other: Call) -> bool:
 
 
 class Changes:
-    """Whether a run draws random numbers, or changes buffers, so that the next one may be another.
+    """Whether a run draws random numbers or changes buffers: the next run may then differ.
 
-    Args:
-        model: is about to run.
+    Made before the run, asked after it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -137,11 +136,11 @@ class Changes:
         self._before = self._now()
 
     def seen(self) -> bool:
-        """Whether it has since."""
+        """Whether random numbers were drawn or buffers changed since this was made."""
         return self._now() != self._before
 
     def drawn(self) -> bool:
-        """Whether it has drawn random numbers since."""
+        """Whether random numbers were drawn since this was made."""
         return self._now()[0] != self._before[0]
 
     def _now(self) -> tuple[bytes, Hashable]:
@@ -151,10 +150,12 @@ class Changes:
 
 
 def other_reads(first: Sequence[Read], again: Callable[[], Sequence[Read]]) -> CaptureError | None:
-    """Why a model is refused whose Python reads other values in a second call on the same rows.
+    """The error for a model whose Python reads other values in a second call on the same rows, or
+    None.
 
     Args:
-        again: the reads of a second call, with the random numbers of the first.
+        first: the reads of the first call.
+        again: gives the reads of a second call, with the random numbers of the first.
     """
     for one, other in zip(first, again(), strict=False):
         if one.checked and repr(one) != repr(other):  # where nan is nan
@@ -169,11 +170,11 @@ def other_reads(first: Sequence[Read], again: Callable[[], Sequence[Read]]) -> C
 
 
 Unexpected = Callable[[Read | None, Read], Uncaptured]
-"""Makes the error of a read that is another one than it was to be; None: there was to be none."""
+"""Makes the error for (expected read, found read) that differ; None: no read was expected."""
 
 
 def of_other_rows(first: Read | None, other: Read) -> Uncaptured:
-    """Other rows have another read than the first ones; None: these have none there."""
+    """The error where other rows give another read than the first rows; None: these give none."""
     return OtherBranch(
         f"{other.place}: Python reads {_value(first)} from a tensor here of the first two rows, "
         f"and {other.value!r} of the next two",
@@ -183,7 +184,7 @@ def of_other_rows(first: Read | None, other: Read) -> Uncaptured:
 
 
 def of_other_draws(first: Read | None, other: Read) -> Uncaptured:
-    """Other random numbers give another read than the first ones."""
+    """The error where other random numbers give another read than the first ones."""
     return DrawnBranch(
         f"{other.place}: Python reads {_value(first)} from a tensor here with some random "
         f"numbers, and {other.value!r} with others, on the same rows; a graph has one of the two "
@@ -199,9 +200,12 @@ def _value(read: Read | None) -> str:
 
 @contextmanager
 def other_draws(share: float | None) -> Iterator[None]:
-    """Within, torch draws other numbers; what it draws alone lies at a share of what it may be.
+    """Within, torch draws from another seed.
 
-    `if torch.rand(()) < 0.01:` goes one way for a hundred seeds.
+    Args:
+        share: where single numbers lie between the least (0) and the most (near 1) that may be
+            drawn: a hundred seeds may all take one side of `if torch.rand(()) < 0.01:`. None: as
+            the seed gives them.
     """
     with torch.random.fork_rng(devices=[]), nullcontext() if share is None else _Drawn(share):
         torch.manual_seed(1)
@@ -209,7 +213,7 @@ def other_draws(share: float | None) -> Iterator[None]:
 
 
 DRAWS = None, 0.0, 1 - 2**-24
-"""What `other_draws` takes: other numbers, and the least and the most that can be drawn."""
+"""The shares that `other_draws` is called with: another seed alone, the least, the most."""
 
 
 class _Drawn(TorchFunctionMode):
@@ -233,15 +237,14 @@ _DRAWING = torch.rand, torch.rand_like, torch.randint, torch.bernoulli
 
 
 class Noted(TorchFunctionMode):
-    """Notes calls with the numbers and the small tensors that go into them from outside.
+    """Notes the calls of torch, with their numbers and the values of small tensors from outside.
 
-    Of what an earlier call has made no values are noted: they are known by that call, or are what
-    memory held before (`torch.empty`).
+    Values of a tensor that an earlier call has made are not noted: they follow from that call, or
+    are what memory held before (`torch.empty`). Attributes (`x.dtype`, `x.shape`) are no calls.
 
-    `place` is the user's line at the call of number `until`.
-
-    To ask what a tensor looks like (`x.dtype`, `x.shape`), or where it lies, computes nothing: that
-    is no call.
+    Attributes:
+        calls: the calls so far.
+        place: the user's line at call number `until`, once that was made.
     """
 
     def __init__(self, until: int = -1) -> None:
@@ -272,7 +275,7 @@ class Noted(TorchFunctionMode):
         return result
 
     def _values(self, tensor: Tensor) -> bytes | None:
-        """The values of a small tensor that no call before has made; parameters keep theirs."""
+        """The values of a small tensor from outside, as bytes; None: they are not noted."""
         if isinstance(tensor, nn.Parameter) or is_fake(tensor):
             return None
         if is_transformed(tensor) or tensor.is_nested or tensor.numel() > SMALL:
@@ -285,7 +288,7 @@ class Noted(TorchFunctionMode):
 
 
 def plain_of(arg: Any) -> Any:
-    """The numbers and texts of an argument; of anything else its kind."""
+    """An argument with the names of classes in place of all values but numbers and texts."""
     if isinstance(arg, tuple | list):
         return [*map(plain_of, arg)]
     if isinstance(arg, dict):

@@ -1,4 +1,4 @@
-"""Random numbers that a model seeds itself are refused: a plan has a stream for each op.
+"""Refuse random numbers that a model seeds itself: in a plan each op has its own stream of them.
 
 torch.manual_seed(3)                    numbers of torch's own generator, from its seed on
 torch.randn(8, generator=self.own)      numbers of a generator of the model's
@@ -29,7 +29,7 @@ def known() -> Iterator[None]:
 
 
 class RefusedSeeds(TorchDispatchMode):
-    """Refuses random ops whose numbers the model itself has seeded; entered within `known`."""
+    """Refuses random ops that the model itself has seeded; entered inside the block of `known`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

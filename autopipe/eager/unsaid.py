@@ -1,7 +1,7 @@
-"""What a model does that no graph can say; each is refused with the user's line.
+"""Refuse, with the user's line, what a model does that no graph can express.
 
 a hook on a gradient                  a graph has no backward of its own
-a parameter frozen or freed           which are trained is decided before the first forward
+a parameter frozen or unfrozen        which are trained is decided before the first forward
 a parameter's gradient read           it holds what earlier micro-batches left
 random numbers seeded by the model    every random op has a stream of its own (`seeds`)
 hooks on what autograd saves          they may change it
@@ -56,7 +56,7 @@ AS_AN_OP = (
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what a model is made of, before it runs: hooks on gradients.
+    """Refuse hooks on gradients that a model has before it runs.
 
     Raises:
         CaptureError: names the module or the parameter, and the line of a hook.
@@ -85,7 +85,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _is_users(hook: Any) -> bool:
-    """Whether a hook is none of those that a run of this model sets itself, to sum gradients."""
+    """Whether a hook is the user's, not one of ours that sums gradients in a run."""
     return not str(getattr(hook, "__module__", "")).startswith("autopipe.")
 
 
@@ -96,7 +96,7 @@ def _at(function: Any) -> str:
 
 @contextmanager
 def refused(model: nn.Module) -> Iterator[None]:
-    """Refuse what the model does within; it runs on real inputs in here.
+    """Within, refuse what a graph cannot express; the model runs there on real inputs.
 
     Raises:
         CaptureError: names the user's line.
@@ -110,7 +110,7 @@ def refused(model: nn.Module) -> Iterator[None]:
 
 
 def _saving(hooks: saved_tensors_hooks) -> None:
-    """Refuse hooks that are the user's own; torch's only keep tensors elsewhere, or recompute."""
+    """Refuse the user's saved-tensor hooks; torch's own only move tensors or recompute them."""
     if isinstance(hooks, save_on_cpu) or type(hooks).__module__ == "torch.utils.checkpoint":
         return
     raise CaptureError(
@@ -121,9 +121,9 @@ def _saving(hooks: saved_tensors_hooks) -> None:
 
 
 class RefusedCalls(TorchFunctionMode):
-    """Refuses the calls on tensors that a graph cannot say, in a trace as well.
+    """Refuses calls on tensors that a graph cannot express, in runs and in traces.
 
-    A rank traces a model whose file may have changed since it was planned.
+    A rank needs it in its trace: the model's file may have changed since the plan was made.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -283,7 +283,7 @@ def _function_behind(tensor: Tensor) -> None:
 
 
 def _write_where(tensor: Tensor, indices: Any, values: Any, *more: Any, **named: Any) -> None:
-    """Refuse `x[mask] = w`, of whose gradient as many rows go to `w` as the mask has."""
+    """Refuse `x[mask] = w` where w needs a gradient, whose size depends on the mask's values."""
     _read_at(tensor, indices)
     masks = any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(indices))
     if masks and isinstance(values, Tensor) and values.requires_grad:
@@ -337,7 +337,7 @@ _REFUSALS: dict[Any, Callable[..., None]] = {
 
 
 class RefusedEffects(TorchFunctionMode):
-    """Refuses what no call may do, not even one that runs as it is."""
+    """Refuses what not even a call that runs as it is may do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DATA:  # writes through it are then seen

@@ -1,7 +1,7 @@
-"""Modes that forward enters, and that no graph can say; each is refused with the user's line.
+"""Refuse, with the user's line, modes that forward enters and no graph can express.
 
 a TorchDispatchMode of the user's     a trace notes an op before the mode sees it
-forward_ad.dual_level                 what is dual within has no name in a graph
+forward_ad.dual_level                 a graph has no dual tensors
 fork_rng, set_rng_state               random ops of a graph have a stream each, and no common state
 """
 
@@ -28,7 +28,7 @@ _CONTEXTS = contextlib.__file__
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Refuse them within.
+    """Within, refuse these modes.
 
     Raises:
         Uncaptured: names the user's line.
@@ -60,7 +60,7 @@ def refused() -> Iterator[None]:
 
 
 def _by_a_library() -> bool:
-    """Whether torch or autopipe itself sets the state: fork_rng does it for whoever enters it."""
+    """Whether torch or autopipe sets the state itself; fork_rng sets it for its caller."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename in (torch.random.__file__, _CONTEXTS):
         frame = frame.f_back
