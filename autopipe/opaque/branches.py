@@ -1,11 +1,12 @@
-"""Make `torch.cond` one op of the graph, which runs the side that values choose.
+"""Make `torch.cond` one op of the graph, which runs the side that its predicate chooses.
 
     torch.cond(p, lambda h: self.a(h), lambda h: h * k, (h,))
                 traced as   autopipe::cond(p, [h, a.weight, a.bias, k], "cond 0 (5f0c...)")
 
-What the two functions read besides their operands goes into the op as well: parameters, and tensors
-of the code around them. Like torch's own, the op keeps what it is given and no more: backward runs
-the chosen side again. What only the other side reads gets a gradient of zeros, which is no `None`.
+A side is one of the two functions. Tensors that they read besides their operands (parameters,
+tensors of the code around them) are inputs of the op too. Like torch's own cond, the op saves only
+its inputs, and backward runs the chosen side again. An input that only the other side reads gets a
+gradient of zeros, not `None`.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ _library.define("cond(Tensor chosen, Tensor[] tensors, str call) -> Tensor[]")  
 
 @dataclass(frozen=True)
 class _Sides:
-    """The two functions of a call.
+    """The two functions of a call of torch.cond.
 
     Attributes:
-        model: whose code they are.
-        operands: what they are called with, a tree with places for the first of `read`.
-        read: the tensors that go into the op: names of the model's, others as in the trace.
-        gives: what they give, a tree with places for the op's results.
+        sides: the functions for true and for false.
+        model: the model whose code calls them.
+        operands: their arguments, as a tree whose slots are numbers of `read`.
+        read: the op's inputs: names of the model's tensors, other tensors as in the trace.
+        gives: their result, as a tree whose slots are numbers of the op's results.
     """
 
     sides: tuple[Callable[..., Any], Callable[..., Any]]
@@ -53,9 +55,9 @@ class _Sides:
     gives: Any
 
     def run(self, chosen: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The results of one side, of these tensors in the place of those of the trace.
+        """The results of the chosen side, with `tensors` in the place of `read`.
 
-        Without values it is the first side: the other one has results of the same shapes.
+        If `chosen` has no value, of the first side: both have results of the same shapes.
         """
         side = self.sides[0 if is_fake(chosen) or bool(chosen) else 1]
         own = (state_of(self.model, t) if isinstance(t, str) else t for t in self.read)
@@ -69,7 +71,7 @@ _known: dict[str, _Sides] = {}
 
 
 class _Replacing(TorchFunctionMode):
-    """Within, calls of torch get other tensors in the place of some."""
+    """Within, calls of torch get `others[id(t)]` in the place of a tensor t."""
 
     def __init__(self, others: Mapping[int, Tensor]) -> None:
         super().__init__()
@@ -84,8 +86,7 @@ class _Replacing(TorchFunctionMode):
 
 
 class _Taken(torch.autograd.Function):
-    """Runs a side; keeps what it is given, and runs it again in backward, which is outside of
-    autocast, under the autocast of forward."""
+    """Runs a side and saves its inputs; backward runs it again, under the autocast of forward."""
 
     @staticmethod
     def forward(ctx: Any, call: str, chosen: Tensor, *tensors: Tensor) -> Any:

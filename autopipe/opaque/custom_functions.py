@@ -3,9 +3,9 @@
     Reverse.apply(x, 0.5)     traced as     autopipe::function([x], "model.Reverse(_, 0.5)")
 
 torch.export would inline its forward and lose its backward. The op calls `apply` itself, wherever
-it runs: in a trace, in a dry run without memory, on a rank. Each process knows the class behind the
-text from its own trace. What one op cannot be (a Function that writes its input, is given a method
-or a list of tensors, or gives more than tensors) runs as it is in the call around it, a region.
+it runs: in a trace, in a dry run, on a rank. Each process knows from its own trace which class the
+text names. A Function that cannot be one op (it writes its input, takes a method or a list of
+tensors, or gives more than tensors) makes the call around it a region.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ _APPLY = vars(torch.autograd.Function)["apply"]
 
 
 def as_written() -> AbstractContextManager[object]:
-    """Within, custom Functions apply themselves also where `as_ops` is around: a part of the model
+    """Within, custom Functions apply themselves even under `as_ops`: a part of the model
     that runs as it is has them, and hooks on gradients, as its user wrote them."""
     if vars(torch.autograd.Function)["apply"] is _APPLY:
         return nullcontext()

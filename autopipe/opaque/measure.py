@@ -1,9 +1,9 @@
-"""Measure calls of a model that will run as they are: what they read, give, write and keep.
+"""Measure calls that will run as they are: what they read, return, write and save for backward.
 
     runs on 2 rows, 4 rows, 2 other rows      ->      a `Region` for each call
 
-Sizes are a straight line in the rows, by the first two runs; others show that they depend on no
-values. The model has its weights: how many rows an expert gets depends on them.
+The first two runs give each size as a straight line in the rows; the third shows that it does not
+depend on values. The model has its weights, since the rows that an expert gets depend on them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ _NO_HOOKS = ("saved tensor hooks", "that doesn't have storage")
 
 @dataclass
 class _Seen:
-    """What one call has shown, in one run; `given` and `finds` as a `Region` has them.
+    """The measurements of one call in one run; `given` and `finds` as in a `Region`.
 
-    `carrying`: of each tensor that it is given, whether a gradient may be taken by it. `grad`:
-    whether gradients are recorded where it is called. `made` is what it returns; `left` has the
-    tensors in attributes that others read after it; `written` has the bytes of the buffers that it
-    writes; `strided` the storages whose elements it counts.
+    Attributes:
+        carrying: for each tensor argument, whether a gradient may be taken by it.
+        grad: whether gradients are recorded where the call stands.
+        made, left: its result; by name, tensors in attributes that other code reads after it.
+        written: bytes of the buffers that it writes, by name.
+        strided: storages that it reads by `as_strided`.
     """
 
     given: str
@@ -64,22 +66,24 @@ class _Seen:
 
     @property
     def gives(self) -> str:
-        """What it returns and leaves, as a text."""
+        """The tree of what the call returns and leaves, as text."""
         return to_text(parts_of(returned(self.made, self.left), self.results))
 
     @property
     def results(self) -> list[Tensor]:
-        """The tensors in it."""
+        """The tensors that the call returns and leaves."""
         return distinct_tensors(returned(self.made, self.left))
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of a model on few rows, each within `around`, which gives the function to call.
+    """Runs of a model on few rows.
 
     Attributes:
-        rows: of all but `twice`, which is on twice as many.
-        drawn: as `first`, with other random numbers, for calls that draw some.
+        rows: the number of rows of each run but `twice`, which has twice as many.
+        first: the run whose results are recorded.
+        others: runs on other rows.
+        drawn: runs on the rows of `first` with other random numbers, for calls that draw some.
     """
 
     rows: int
@@ -90,7 +94,7 @@ class Runs:
 
 
 Run = AbstractContextManager[Callable[[], object]]
-"""Gives the function that runs the model, and undoes afterwards what it changes."""
+"""A `with` block that gives a function to run the model, and at its end undoes the changes."""
 
 
 class Fails(Exception):
@@ -216,7 +220,7 @@ class _Watching:
         self.origins = Origins(self._names, kept)
 
     def called(self, call: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call, and note what it does."""
+        """Run a site's call, and measure it."""
         self.last = site = call.site
         given = distinct_tensors((args, kwargs))
         told = self._told(site, args, kwargs, given)
@@ -280,7 +284,7 @@ class _Watching:
     def _told(
         self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Sequence[Tensor]
     ) -> str:
-        """The arguments of a call, with the tensors in them, as a text."""
+        """The tree of a call's arguments as text, and the tensors in it."""
         try:
             return to_text(parts_of((args, dict(kwargs)), given, owned(self._model)))
         except Unlike as error:
@@ -304,7 +308,7 @@ class _Watching:
 
 @contextmanager
 def _counting(seen: _Seen, positions: Mapping[int, str | int]) -> Iterator[None]:
-    """Count what is computed and kept for backward within."""
+    """Within, count operations, and bytes saved for backward."""
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # a storage that is gone would lend its key to another
 

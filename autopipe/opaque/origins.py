@@ -1,15 +1,15 @@
-"""Where each tensor of a run comes from: made outside of all sites, or in a call of one.
+"""Track for each tensor of a run whether a site's call made it, and which site's.
 
-What crosses the boundary of a site otherwise than as argument or result would be lost. A tensor
-that it leaves in an attribute for others, as `self.aux_loss`, becomes a result where they read it.
-Gradients that a call takes itself must end within it: another part computes what comes before.
+An op sees only its arguments, so a tensor that enters or leaves a site in another way would be
+lost. A tensor that a call leaves in an attribute (`self.aux_loss`) becomes a result if other code
+reads it. A gradient that a call takes itself must not go through anything computed outside of it:
 
     h = self.first(x)
     self.adapt(h):                                      first.weight has gone into h, outside
         w = self.first.weight
         g, = torch.autograd.grad((h @ w).sum(), w)      through h too: the call is too small
 
-An op is given h and w, and knows nothing of the way from one to the other.
+The op is given h and w, and cannot know that h was computed from w.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Origins(TorchFunctionMode):
     """Follows the tensors of a run.
 
     Args:
-        names: of the model's parameters and buffers, by their identity.
-        kept: of tensors that modules keep beside them, with gradients of what they were made from.
+        names: the names of the model's parameters and buffers, by identity.
+        kept: the names of other kept tensors that carry gradients, by identity.
 
     Raises:
-        Wider: one crosses the boundary of a site otherwise than as argument or result.
-        CaptureError: a site reads one that was computed from parameters before the run.
+        Wider: a tensor enters or leaves a site otherwise than as argument or result.
+        CaptureError: a site reads a tensor that was computed from parameters before the run.
     """
 
     def __init__(self, names: Mapping[int, str], kept: Mapping[int, str]) -> None:
@@ -59,7 +59,7 @@ class Origins(TorchFunctionMode):
     def within(
         self, site: Site, given: Sequence[Tensor], states: dict[str, None]
     ) -> Iterator[None]:
-        """The call of a site runs within; parameters and buffers that it reads go to `states`."""
+        """Within, a site's call runs; the names of the states that it reads go to `states`."""
         self._site, self._states, self._given = site, states, set(map(id, given))
         self._foreign = {}
         assigning = register_module_buffer_registration_hook(self._assigned)
@@ -72,14 +72,14 @@ class Origins(TorchFunctionMode):
             self._site = None
 
     def _assigned(self, module: nn.Module, name: str, buffer: Any) -> None:
-        """A module is given a buffer: `self.center = ...`; the loss has none on a rank."""
+        """Refuse a loss that assigns a buffer (`self.center = ...`): ranks would not keep it."""
         if self._site is not None and self._site.method == LOSS:
             raise Wider(self._site, "it writes a tensor that it keeps")
 
     def gives(
         self, results: Sequence[Tensor], left: Mapping[str, Tensor], read: dict[str, Tensor]
     ) -> None:
-        """A call has given these, and has left others in attributes: those read go to `read`."""
+        """Note a call's results, and tensors it left in attributes: those read go to `read`."""
         for tensor in results:
             self._inside.pop(id(tensor), None)
             self._outside[id(tensor)] = tensor
@@ -103,7 +103,7 @@ class Origins(TorchFunctionMode):
         return made
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
-        """Note tensors that the loss keeps, before it may write them: no rank has the others'."""
+        """Note tensors that the loss keeps, to see whether it writes them."""
         for tensor in tensors:
             if not any(id(tensor) in known for known in (self._given, self._inside, self._outside)):
                 with no_function_modes():
@@ -136,10 +136,10 @@ class Origins(TorchFunctionMode):
 
 
 class InnerGradients(TorchFunctionMode):
-    """Looks at the gradients that a call takes.
+    """Within, checks the gradients that a call takes itself.
 
     Args:
-        site: whose call runs within.
+        site: the site whose call runs.
         given: its arguments, and the parameters and buffers that it may read.
 
     Raises:
@@ -170,12 +170,12 @@ class InnerGradients(TorchFunctionMode):
 
 
 def _end(tensor: Tensor) -> object:
-    """What a gradient ends at: a leaf, or the function that made a tensor."""
+    """The point at which a gradient by this tensor ends: a leaf, or the function that made it."""
     return id(tensor) if tensor.grad_fn is None else tensor.grad_fn
 
 
 def _before(tensor: Tensor) -> set[object]:
-    """All that a tensor was made from, and itself, as `_end` tells it."""
+    """The ends (`_end`) of a tensor and of all tensors that it was computed from."""
     if tensor.grad_fn is None:
         return {id(tensor)}
     found, pending = set[object](), [tensor.grad_fn]

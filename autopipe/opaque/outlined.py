@@ -1,4 +1,4 @@
-"""Make some lines of a method a method of their own, which can then run as it is.
+"""Move some lines of a method into a method of their own, which can then run as it is.
 
     def forward(self, x, mask):                 def forward(self, x, mask):
         h = self.body(x)                            h = self.body(x)
@@ -6,8 +6,8 @@
         last = picked.view(len(x), 2, -1)[:, 1]     return self.head(last)
         return self.head(last)
 
-The function is compiled once more with the call in it, and computes what it did. Lines are counted
-from its own first one, so that a plan holds where the file has changed elsewhere.
+The function is compiled again with the call in it, and computes the same. Lines are counted from
+the function's own first line, so that a plan stays valid when the file changes elsewhere.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def candidates(kind: type, code: CodeType, line: int) -> list[str]:
 
     Args:
         kind: the class of the module.
-        code: of one of its methods, which runs `line` of its file.
+        code: the code of one of its methods, which runs `line` of its file.
     """
     function = _function(kind, code.co_name, code)
     tree = _tree(function) if function is not None else None
@@ -71,7 +71,7 @@ def is_outlined(method: str) -> bool:
 
 
 def outline(kind: type, name: str) -> None:
-    """Let a class have the method `name`, of those that `candidates` names, and call it.
+    """Give a class the method `name`, one that `candidates` names, and have its lines call it.
 
     Raises:
         CaptureError: its source has no such lines.
@@ -107,7 +107,7 @@ def put_back_after_errors() -> Iterator[None]:
 def _outlined(
     kind: type, function: FunctionType, tree: ast.FunctionDef, name: str, asked: re.Match[str]
 ) -> bool:
-    """Compile a function with one more call; it loses those that overlap with the new one."""
+    """Compile a function with one more such call; calls whose lines overlap with it go."""
     known = _taken.get(function, {})
     if name in known:
         return True
@@ -134,7 +134,7 @@ def _outlined(
 
 
 def _function(kind: type, name: str, code: CodeType | None = None) -> FunctionType | None:
-    """The plain function of a method, within what decorators have made of it."""
+    """The plain function of a method, without its decorators."""
     owner = next((base for base in kind.__mro__ if name in vars(base)), None)
     if owner is None or owner.__module__.partition(".")[0] == "torch":
         return None

@@ -43,11 +43,11 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 
 class Packed(rnn.PackedSequence):
-    """Stands for a packed sequence in a trace; what is packed cannot be seen.
+    """Stands for a packed sequence in a trace; its packed data cannot be read.
 
     Attributes:
-        x: padded, [T, b, n].
-        lengths: [b], on the CPU.
+        x: the padded rows, [T, b, n]: T tokens, b rows, n values.
+        lengths: tokens of each row, [b], on the CPU.
         in_order: whether the rows have to be sorted by length.
         zeros: whether x is 0 behind the end of each row.
     """
@@ -128,7 +128,7 @@ def _asked(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ran(module: nn.RNNBase, packed: Packed, hx: Any) -> tuple[Packed, Any]:
-    """What an RNN makes of a packed sequence, and its last states."""
+    """The result of an RNN for a packed sequence, and its last states."""
     x, both = packed.x, module.mode == "LSTM"
     if hx is None:
         size = module.num_layers * (2 if module.bidirectional else 1), x.shape[1]
@@ -170,7 +170,7 @@ def _packed(
     mode: str,
     *options: Any,
 ) -> list[Tensor]:
-    """What torch's kernel makes of packed rows, padded to [T, b, n], and the last states."""
+    """The results of torch's kernel for packed rows, padded to [T, b, n], and the last states."""
     *known, in_order = options
     pack, pad = own_of(rnn.pack_padded_sequence), own_of(rnn.pad_packed_sequence)
     one = pack(x, lengths, enforce_sorted=in_order)
@@ -185,9 +185,9 @@ def _packed(
 def _of_full_rows(
     x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], mode: str, *options: Any
 ) -> list[Tensor]:
-    """The same of rows that are all of full length; on tensors without values, of their shapes.
+    """`_packed` for tensors without values, as if all rows had full length.
 
-    It keeps the most for backward that any rows do.
+    No other lengths keep more for backward.
     """
     if not any(map(is_fake, (x, *states, *weights))):
         lengths = torch.full((x.shape[1],), x.shape[0])
@@ -199,7 +199,7 @@ def _of_full_rows(
 
 
 class _Shaped(torch.autograd.Function):
-    """Results without values, through which gradients without values flow."""
+    """Gives results without values, and gradients without values in backward."""
 
     @staticmethod
     def forward(ctx: Any, width: Any, count: int, x: Tensor, *others: Tensor) -> Any:

@@ -1,11 +1,11 @@
-"""The op that runs a call of the user's own code, and what it is where tensors have no values.
+"""The op that runs a call of the user's own code: the kernels for real and for fake tensors.
 
     h.0.moe(x)      traced as    autopipe::region([x, [h.0.moe.router.weight], ...], [], b, ...)
 
-    with values     the module's own forward, on these tensors; autograd records what it does
-    without         tensors of the shapes that were measured, and the bytes that were kept
+    real tensors    the module's own forward runs on them; autograd records it
+    fake tensors    results of the measured shapes, and the measured bytes kept for backward
 
-Whose code runs is known to the process that has traced it, by the op's last argument (`Running`).
+The op's last argument is a key of the process that traced it: it leads to the code (`Running`).
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _copying = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Running:
-    """A region in this process.
+    """A region that this process can run.
 
     Attributes:
-        model: the model whose code runs, with other tensors in the place of its own.
-        training: whether it runs as in training.
-        number: tells it from regions of the same name in other traces of this process.
-        loss: the user's, which a region may be.
+        model: the model whose code runs; the op's tensors take the place of its own.
+        training: whether the model runs in training mode.
+        number: differs from that of equally named regions in other traces of this process.
+        loss: the user's loss, if the region may be a call of it.
     """
 
     region: Region
@@ -81,7 +81,7 @@ class Running:
 def known(
     regions: Sequence[Region], model: nn.Module, loss: Loss | None = None, *, training: bool
 ) -> tuple[Running, ...]:
-    """Let the op know regions of a model and its loss."""
+    """Register regions of a model and its loss, so that the op can run them in this process."""
     found = tuple(Running(region, model, training, next(_numbers), loss) for region in regions)
     _running.update({running.key: running for running in found})
     for one in found:
@@ -91,7 +91,7 @@ def known(
 
 
 def named(graph: Graph, running: Sequence[Running]) -> Graph:
-    """A graph as it was traced with `running` -> with names in its nodes that any trace gives."""
+    """Replace keys of `running` in a graph's nodes by the regions' names, equal in any trace."""
     names = {one.key: one.region.name for one in running}
 
     def one(node: Node) -> Node:
@@ -108,11 +108,11 @@ def as_ops(model: nn.Module, running: Sequence[Running], rows: Any) -> Iterator[
     """Within, the calls of regions are ops of a trace.
 
     Args:
-        model: runs within; the parameters of the model of `running` may be others.
-        rows: of the batch, an integer or a symbol.
+        model: the model that is traced; that of `running` may have other parameters.
+        rows: the rows of the batch, an integer or a symbol.
 
     Raises:
-        CaptureError: a call is another one than when it was measured.
+        CaptureError: a call gets other arguments than when it was measured.
     """
     by_call = {(site_of(one.region), one.region.call): one for one in running}
 
@@ -211,20 +211,20 @@ def _empty(result: Result, rows: Any, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _cond(*args: Any, **kwargs: Any) -> Any:
-    """torch.cond by its compiler, without which it takes no tensors that a model is lent."""
+    """torch.cond by its compiler: without it, torch.cond refuses tensors lent to a model."""
     with torch.compiler.set_stance("default"):
         return own_of(torch.cond)(*args, **kwargs)
 
 
 def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> Any:
-    """What the call gives; the buffers that it assigns are written.
+    """The result of the call; buffers that it writes or assigns are written at its end.
 
-    It writes copies: autograd keeps what it reads of them, and a later micro-batch may run before
-    this one's backward. It is given views: a gradient that it takes itself ends there, in whatever
-    stage the rest has been computed.
+    The call writes copies of these buffers: autograd saves the copies, while the next micro-batch
+    may write the buffers before this one's backward. It gets views of its arguments, so that a
+    gradient that it takes itself ends at the views.
 
-    Its backward may run its code again, as a checkpoint does, or read what the forward has left in
-    attributes: it finds the tensors and the attributes of its own micro-batch, whichever ran since.
+    Its backward may run its code again, as a checkpoint does, or read attributes that its forward
+    has set. For that the tensors and attributes of this micro-batch are restored first.
     """
     region, model = running.region, _copy(running)
     tensors = [tensor.view_as(tensor) for tensor in tensors]
@@ -283,7 +283,7 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
 
 
 def _code(running: Running, model: nn.Module, tensors: Sequence[Tensor]) -> Callable[..., Any]:
-    """What a call runs: the user's loss itself, or a module or a method of the copied model."""
+    """The function of a call: the user's loss itself, or a module or method of the copied model."""
     if running.region.method != LOSS:
         return call(model, site_of(running.region))
     assert running.loss is not None, "a trace without a loss has no region of it"
@@ -298,13 +298,13 @@ def _set(inner: Mapping[str, nn.Module], values: Mapping[str, Mapping[str, Any]]
 
 
 Homes = Mapping[str, Sequence[tuple[nn.Module, str]]]
-"""By the name of a parameter or a buffer, the modules that have it, each with its own name."""
+"""For each name of a state, the places of its tensor: (module, the state's name in it)."""
 
 
 def _copy(running: Running) -> nn.Module:
-    """This thread's own copy of the model, whose tensors stay lent until the next call or backward.
+    """This thread's own copy of the model; ranks may be threads of one process.
 
-    Ranks may be threads of one process.
+    Its tensors stay those of the last call or backward until the next one.
     """
     copies: dict[int, nn.Module] = vars(_copies).setdefault("by_number", {})
     if running.number not in copies:
@@ -336,7 +336,7 @@ def _found_homes(model: nn.Module) -> Homes:
 
 
 def _lend(homes: Homes, lent: Mapping[str, Tensor]) -> None:
-    """Put tensors in the place of a copy's own."""
+    """Put tensors in the place of the states of these names."""
     for name, tensor in lent.items():
         for module, leaf in homes[name]:
             vars(tensor).update(attributes_of(getattr(module, leaf)))

@@ -1,4 +1,4 @@
-"""What a call that ran as it is gives, as the tensors that the stages behind it expect."""
+"""Check a region's results against their measured sizes, and give them as stages expect them."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def _line(size: int | str) -> tuple[int, int]:
 
 
 def at_rows(size: int | str, rows: Any) -> Any:
-    """A size for so many rows, which may be a symbol of export."""
+    """The size at `rows` rows, a number or a symbol of export."""
     slope, base = _line(size)
     return slope * rows + base if slope else base
 
 
 def rising(small: int, large: int, rows: int) -> int | str:
-    """A line through what was counted of `rows` rows and of twice as many, rounded up."""
+    """The line through the counts of `rows` rows and of twice as many, rounded up."""
     slope = max(0, -(-(large - small) // rows))
     return in_rows(slope, max(0, small - slope * rows))
 
 
 def in_rows(slope: int, base: int) -> int | str:
-    """A line in the rows, as a plan writes a size."""
+    """A line in the rows as text, as a plan writes a size."""
     if not slope:
         return base
     rows = "b" if slope == 1 else f"{slope}*b"
@@ -52,10 +52,11 @@ def inverse(order: Sequence[int]) -> list[int]:
 
 
 def as_measured(region: Region, made: Any, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """The tensors of a result, in new memory, as the plan expects them.
+    """The tensors of a result, in new memory, in the memory order that the plan expects.
 
     Raises:
-        ModelError: they are others than those that were measured, or of other parameters.
+        ModelError: their tree, shapes or gradients are not those that were measured; or the call
+            has read parameters that it did not read then.
     """
     found = distinct_tensors(made)
     if any(map(is_fake, found)):  # the copy of the model whose code runs has no weights of its own
@@ -102,7 +103,7 @@ def _fitting(
 
 
 class _Attached(torch.autograd.Function):
-    """A result that no input went into this time: others expect to send it a gradient."""
+    """Attaches to the inputs a result that does not depend on them: stages send it a gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class _Attached(torch.autograd.Function):
 
 
 def _told(region: Region) -> str:
-    """A region in an error, behind the user's line for which it runs as it is, if there is one."""
+    """A region as an error names it, with the user's line that made it a region, if known."""
     place = re.match(r".+?\.py:\d+", region.why)
     return f"{f'{place.group()}: ' if place else ''}{region.name}, which runs as it is,"
 

@@ -1,11 +1,11 @@
-"""Plain modules in the place of those that torch.jit has scripted or traced.
+"""Replace modules that torch.jit has scripted or traced by plain modules that call their code.
 
-    model.encoder     a ScriptModule, which keeps its tensors to itself
+    model.encoder     a ScriptModule, whose tensors cannot be replaced from outside
                 ->    a `Scripted`, a plain module with parameters and buffers of the same names,
-                      which lends them to the compiled code for each call
+                      which it puts into the compiled code for each call
 
-What torch.jit has compiled has no Python code that a trace could follow, so a `Scripted` always
-runs as it is (`search`).
+Compiled code has no Python that a trace could follow, so a `Scripted` always runs as it is
+(`search`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def _outermost(model: nn.Module, path: str = "") -> Iterator[tuple[str, torch.jit.ScriptModule]]:
-    """The scripted modules that are within no other one, with their paths."""
+    """The scripted modules that are in no other scripted module, with their paths."""
     if isinstance(model, torch.jit.ScriptModule):
         yield path, model
         return
@@ -67,7 +67,7 @@ def _outermost(model: nn.Module, path: str = "") -> Iterator[tuple[str, torch.ji
 
 
 class Code:
-    """Compiled code that has no tensors of its own but constants, and is copied as such."""
+    """Compiled code without tensors, except constants; a copy of it is the same object."""
 
     def __init__(self, module: torch.jit.ScriptModule) -> None:
         self.module = module
@@ -96,12 +96,12 @@ class Code:
 
 
 class Scripted(nn.Module):
-    """Compiled code as a plain module; its submodules are such ones too.
+    """Compiled code as a plain module; so are its submodules.
 
     Args:
-        script: has the tensors.
+        script: the compiled module, which has the tensors.
         code: its code.
-        known: the parameters made so far, by the identity of the tensors that they are.
+        known: the parameters made so far, by the identity of the tensors they were made from.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Scripted(nn.Module):
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
-    """A tensor as a parameter: those of code that was loaded from a file are none."""
+    """A tensor as an `nn.Parameter`: of code loaded from a file, parameters are plain tensors."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     return nn.Parameter(tensor.detach(), tensor.requires_grad)
@@ -179,10 +179,10 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check(path: str, script: torch.jit.ScriptModule) -> None:
-    """Refuse compiled code that does more than to compute and to write its buffers.
+    """Refuse compiled code that keeps something besides its buffers from call to call.
 
     Raises:
-        CaptureError: it keeps something else from one call to the next.
+        CaptureError: names the attribute and the user's line.
     """
     states = {name for name, _ in (*script.named_parameters(), *script.named_buffers())}
     graph = script.inlined_graph
@@ -222,7 +222,7 @@ _LINE = re.compile(r" # (\S+:\d+):\d+")
 def _place(node: Any) -> str:
     """The user's line that a node was compiled from: `model.py:12: `; empty if it is not known.
 
-    An attribute is set on the line of its new value.
+    For the setting of an attribute it is the line of the new value.
     """
     places = [_LINE.search(str(one)) for one in (node, *(v.node() for v in node.inputs()))]
     return next((f"{found[1]}: " for found in places if found), "")

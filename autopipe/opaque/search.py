@@ -1,11 +1,11 @@
-"""Trace a model; what cannot be captured runs as it is, in as small a call as can be.
+"""Trace a model, and find the smallest calls that run as they are where it cannot be captured.
 
-trace        ->  refused in encoder.route(): the call of encoder.route, and of its siblings
-measure      ->  it gives a tensor whose size depends on values: the call of encoder
+trace        ->  refused in encoder.route(): try the call of encoder.route, and of its siblings
+measure      ->  its result has a size that depends on values: try the call of encoder
 measure      ->  a `Region` for each
-trace again  ->  goes well
+trace again  ->  succeeds
 
-Where no call can run as it is, a few of the lines in one can (`outlined`).
+Where no call can run as it is, lines of a method are tried (`outlined`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MOST = 24
 """Attempts, each with other calls."""
 
 Measure = Callable[[Sequence[Site], Mapping[Site, str]], tuple[Region, ...]]
-"""Gives the regions of some sites, or raises `Wider`; the texts say why each cannot be captured."""
+"""Gives the regions of sites, each with the reason why it is one; or raises `Wider`."""
 
 
 @dataclass
 class _Trouble:
-    """One thing that cannot be captured, and the calls around it, the innermost first."""
+    """A place that cannot be captured, and the calls around it, the innermost first."""
 
     error: Uncaptured
     around: list[Site]
@@ -45,7 +45,7 @@ class _Trouble:
     tried: tuple[Site, ...] = ()
 
     def sites(self, model: nn.Module) -> dict[Site, str]:
-        """The innermost call that may still do, and its siblings; why they cannot be captured."""
+        """The innermost call that was not ruled out, and its siblings, each with the reason."""
         if not self.around:
             raise _refusal(self.error, self.wider, self.tried)
         return dict.fromkeys(with_siblings(model, self.around[0]), self.error.message)
@@ -57,16 +57,18 @@ def with_regions(
     trace: Callable[[tuple[Region, ...]], T],
     measure: Measure,
 ) -> T:
-    """The trace of a model, with regions where it needs them; most need none.
+    """The trace of a model, with regions where it needs them; most models need none.
 
-    Of a call that is most of the model, as where `forward` calls `training_step`, a few lines are
-    tried too: no stage can have a part of what runs as it is.
+    A region cannot be cut. So for one that is most of the model (`forward` calls `training_step`),
+    lines in it are tried instead.
 
     Args:
         twins: gives other models of the same modules that may have run in the place of `model`.
+        trace: traces the model with given regions.
+        measure: measures sites.
 
     Raises:
-        CaptureError: not even its largest parts can run as they are.
+        CaptureError: not even the largest calls can run as they are.
     """
     found, regions = _search(model, twins, trace, measure, ())
     most = {site_of(one) for one in regions if _is_most(model, one)}
@@ -77,7 +79,7 @@ def with_regions(
 
 
 def _is_most(model: nn.Module, region: Region) -> bool:
-    """Whether a call, which has lines to choose from, reads more than half of what is trained."""
+    """Whether a region is a call that reads more than half of all trained elements."""
     if region.method == LOSS or outlined.is_outlined(region.method):
         return False
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
@@ -91,10 +93,10 @@ def _search(
     measure: Measure,
     unwanted: Collection[Site],
 ) -> tuple[T, tuple[Region, ...]]:
-    """A trace and its regions; of calls that are unwanted only lines in them run as they are.
+    """A trace and its regions; of a call in `unwanted`, only lines in it may be regions.
 
-    Not for sizes that depend on values: those of a line would be what few rows show of them, as of
-    `torch.where(chosen == 3)`, where no row has chosen it. A call gives tensors of fixed sizes.
+    This gives up where sizes depend on values. Lines around `torch.where(chosen == 3)` may give
+    tensors that have the same size only in the few rows that are measured.
     """
     troubles = [
         _Trouble(Uncaptured(why), _modules_around(site)) for site, why in _made_so(model).items()
@@ -126,7 +128,7 @@ def _search(
 
 
 def _modules_around(site: Site) -> list[Site]:
-    """The modules around a module, itself first."""
+    """The module of a site and the modules around it, the innermost first."""
     parts = site.module.split(".")
     return [Site(".".join(parts[:n]), WHOLE) for n in range(len(parts), 0, -1)]
 
@@ -180,10 +182,10 @@ def _deepest(error: Uncaptured, models: Sequence[nn.Module]) -> list[_Frame]:
 
 
 def _around(error: Uncaptured, frames: Sequence[_Frame], unwanted: Collection[Site]) -> list[Site]:
-    """What may run as it is for an error: calls, then lines, then the model's own forward.
+    """The sites to try for an error: calls, then lines, then the model's own forward.
 
-    Its own comes last, since nothing of the model is cut then, and is left out unless the error
-    says otherwise. Of an unwanted call what is in it comes in its place, and nothing after that.
+    The model's own forward comes last, and only if the error allows it (`whole`): such a model
+    cannot be cut. An unwanted call is replaced by the lines in it, and ends the list.
     """
     calls, own = _calls_around(error, frames), Site("", WHOLE)
     for number, site in enumerate(calls):
@@ -208,7 +210,7 @@ def _calls_around(error: Uncaptured, frames: Sequence[_Frame]) -> list[Site]:
 
 
 def _lines_of(error: Uncaptured, frames: Sequence[_Frame]) -> list[Site]:
-    """The lines around the place of an error that can be a method, the innermost first."""
+    """Sites of lines around the place of an error that can be a method, the innermost first."""
     names = (
         Site(frame.site.module, name)
         for frame in (reversed(frames) if error.lines else ())
@@ -236,7 +238,7 @@ def _frame(frame: FrameType, line: int, paths: Mapping[int, str]) -> _Frame | No
 
 
 def _made_so(model: nn.Module) -> dict[Site, str]:
-    """The modules that no trace can look into, whatever they are given: why, by their sites."""
+    """The sites of modules that no trace can look into in any call, each with the reason."""
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, Scripted):

@@ -31,7 +31,7 @@ class Site(NamedTuple):
     method: str
 
     def holds(self, other: Site) -> bool:
-        """Whether the other's calls are surely inside of this one's."""
+        """Whether every call of the other site is inside a call of this one."""
         inside = not self.module or f"{other.module}.".startswith(f"{self.module}.")
         return self != other and self.method == WHOLE and inside and other.method != LOSS
 
@@ -44,12 +44,12 @@ class Site(NamedTuple):
 
 
 def site_of(region: Region) -> Site:
-    """The site whose call a region is."""
+    """The site of a region."""
     return Site(region.module, region.method)
 
 
 class LossCall:
-    """A loss as something that a model has, and whose call a traceback shows."""
+    """A loss as a method of a model, so that a traceback shows its call."""
 
     def __init__(self, loss: Loss) -> None:
         self.__wrapped__ = loss  # as functools.wraps has it: where it begins is read off
@@ -73,7 +73,7 @@ def with_loss(model: nn.Module, loss: Loss | None) -> Iterator[None]:
 
 
 class Wider(Exception):
-    """A call cannot be one op; what is around it may."""
+    """Raised where a call cannot be one op; the call around it may be."""
 
     def __init__(self, site: Site, why: str) -> None:
         super().__init__(why)
@@ -153,8 +153,8 @@ def call(model: nn.Module, site: Site) -> Callable[..., Any]:
 
 
 def _called(module: nn.Module) -> Callable[..., Any]:
-    """The call as torch has it, of forward and hooks: a `__call__` of the module's class is around
-    what stands in for that."""
+    """torch's own call of a module, forward and hooks; a `__call__` of the module's class is
+    outside of it, and so outside of what stands in."""
     return functools.partial(nn.Module.__call__, module)
 
 
@@ -184,9 +184,9 @@ def left_in(model: nn.Module, site: Site) -> dict[str, Tensor]:
 
 
 def with_siblings(model: nn.Module, site: Site) -> list[Site]:
-    """The site, and the same one of each module that is like its own but for numbers in its path.
+    """The site, and the same method of modules whose path differs in numbers only.
 
-    What cannot be captured in one layer cannot be in any: `h.0.moe`, `h.1.moe`, ...
+    A call that cannot be captured in one layer cannot be in any: `h.0.moe`, `h.1.moe`, ...
     """
     form, kind = _form(site.module), type(model.get_submodule(site.module))
     return [

@@ -1,4 +1,4 @@
-"""Sparse and nested tensors, which live in calls that run as they are: no trace or stage has any.
+"""Sparse and nested tensors: only calls that run as they are have any, no trace and no stage.
 
 self.adjacency              a buffer that is in no checkpoint, or an attribute: not split, each
                             rank that computes with it has it whole
@@ -29,7 +29,7 @@ def owned(model: nn.Module) -> dict[int, str]:
 
 
 def to_device(model: nn.Module, device: torch.device) -> None:
-    """Let a model have its sparse buffers on a device, as `model.to` would; attributes stay."""
+    """Move a model's sparse buffers to a device, as `model.to` would; attributes stay."""
     for module in model.modules():
         for name, buffer in [*module.named_buffers(recurse=False)]:
             if is_sparse(buffer) and buffer.device != device:

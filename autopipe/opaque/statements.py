@@ -1,10 +1,11 @@
-"""What some statements of a function read, write and leave: whether they can be a method.
+"""Find out which names some statements of a function read and write, to make them a method.
 
     picked = h[mask]                            given  h, mask, x
     last = picked.view(len(x), 2, -1)[:, 1]
     return self.head(last)                      gives  last, which is read here; picked is not
 
-They can if nothing but names that surely have values goes in, and no jump comes out.
+They can be a method if every name that they read has a value for certain, and they do not jump out
+(`break`, or `return` in the middle).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LATE = (*_SCOPES, ast.GeneratorExp)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 _LOOKS_AROUND = {"locals", "vars", "dir", "eval", "exec"}
-"""Functions to which all names of the function around them are there."""
+"""Functions that may read every name of the function that calls them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Spot:
-    """A statement: `block[index]`, in a block of the statement `of`, if of any."""
+    """The statement `block[index]`, in a block of the statement `of`; None: of the function."""
 
     block: list[ast.stmt]
     index: int
@@ -49,7 +50,7 @@ class Spot:
 
 
 def me(tree: ast.FunctionDef) -> str:
-    """The name that a method has for its module; most write `self`."""
+    """The name of a method's first argument, usually `self`."""
     return [*tree.args.posonlyargs, *tree.args.args][0].arg
 
 
@@ -76,13 +77,13 @@ def excerpts_around(tree: ast.FunctionDef, line: int) -> Iterator[Excerpt]:
 
 
 def excerpt_at(tree: ast.FunctionDef, first: int, last: int) -> Excerpt | None:
-    """The statements in just these lines; None if there are none that can be a method."""
+    """The excerpt of exactly these lines; None if they cannot be a method."""
     path, end = _at(tree, first, last)
     return _excerpt(tree, path, path[-1].index, end) if path else None
 
 
 def put_call(tree: ast.FunctionDef, excerpt: Excerpt, call: ast.stmt) -> list[ast.stmt]:
-    """Put a statement in the place of those of an excerpt, which are given back."""
+    """Replace the statements of an excerpt by one, and return them."""
     path, end = _at(tree, excerpt.first, excerpt.last)
     block, begin = path[-1].block, path[-1].index
     taken = block[begin:end]
@@ -91,9 +92,9 @@ def put_call(tree: ast.FunctionDef, excerpt: Excerpt, call: ast.stmt) -> list[as
 
 
 def _at(tree: ast.FunctionDef, first: int, last: int) -> tuple[list[Spot], int]:
-    """The path to the first of the statements in just these lines, and the index behind the last.
+    """The path to the first statement in exactly these lines, and the index behind the last one.
 
-    The path is empty if there are none.
+    The path is empty if there are no such statements.
     """
     path = _path(tree.body, first)
     for depth, place in enumerate(path, 1):
@@ -122,10 +123,11 @@ def _path(block: list[ast.stmt], line: int, of: ast.stmt | None = None) -> list[
 
 
 def _growing(place: Spot) -> Iterator[tuple[int, int]]:
-    """Neighbours of a statement: itself, up to the last that reads what it has written, and so on.
+    """Growing ranges of statements around one: itself, then on to the last statement that reads
+    its names, and so on.
 
-    Each again from where what they are given is written, which may be no tensor. At last all that
-    follows it: an attribute is written and read by no name.
+    Each range is tried again from the statement that writes its inputs, which may be no tensors.
+    The last range goes to the end of the block, since reads of attributes cannot be seen by name.
     """
     block, index = place.block, place.index
     end, follows = index + 1, _Names([block[index]]).written
@@ -145,7 +147,7 @@ def _growing(place: Spot) -> Iterator[tuple[int, int]]:
 
 
 def _excerpt(tree: ast.FunctionDef, path: Sequence[Spot], begin: int, end: int) -> Excerpt | None:
-    """The statements from `begin` to `end` of a block, whose path is given, if they can be one."""
+    """The excerpt from `begin` to `end` in the block at a path; None: it cannot be a method."""
     taken = path[-1].block[begin:end]
     returns = isinstance(taken[-1], ast.Return)
     names, bound = _Names(taken), _bound_before(tree, path, begin)
@@ -178,7 +180,7 @@ def _arguments(tree: ast.FunctionDef) -> set[str]:
 
 
 def _bound_before(tree: ast.FunctionDef, path: Sequence[Spot], begin: int) -> set[str]:
-    """Names that surely have values when the statements from `begin` on run."""
+    """Names that have values for certain when the statements from `begin` on run."""
     found = _arguments(tree)
     for place in path:
         if isinstance(place.of, ast.For):
@@ -204,7 +206,7 @@ def _read_after(path: Sequence[Spot], end: int) -> set[str]:
 
 
 def _share_cells(tree: ast.FunctionDef, taken: Sequence[ast.stmt], names: _Names) -> bool:
-    """Whether a function, when it is called, reads what is written on the other side of an excerpt.
+    """Whether an inner function reads a name that is written on the other side of an excerpt.
 
     `late = lambda: h + 1` has the h that is there when `late` is called.
     """
@@ -231,7 +233,7 @@ def _read_first(statements: Sequence[ast.stmt], known: Set[str] = frozenset()) -
 
 
 def _surely(statements: Sequence[ast.stmt]) -> set[str] | None:
-    """Names that have values behind statements; None where nothing comes behind them."""
+    """Names that have values after statements for certain; None: nothing runs after them."""
     found = set[str]()
     for one in statements:
         match one:
@@ -277,7 +279,7 @@ class _Names(ast.NodeVisitor):
             self.generic_visit(node)
 
     def generic_visit(self, node: ast.AST) -> None:
-        """What is within; a function or a comprehension has names of its own."""
+        """Visit the parts of a node; a function or a comprehension has names of its own."""
         if node in self._but:
             return
         if isinstance(node, ast.alias):

@@ -1,8 +1,9 @@
-"""What a call may read of the model: parameters and buffers, and attributes that forward has set.
+"""The states that a call may read, and the attributes that forward has set before it.
 
-the call of a module      all parameters and buffers in it: some experts get no row in one run
-the call of a method      those that its code has a name for, or the methods that it calls; all
-                          in its module where it looks them up otherwise (`getattr`)
+the call of a module      all parameters and buffers of the module, though one run may not read
+                          some of them (experts without rows)
+the call of a method      those that are named in its code or in methods that it calls; all of the
+                          module's if its code looks them up otherwise (`getattr`)
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ LOOKUPS = frozenset(
     "named_children parameters named_parameters buffers named_buffers _modules _parameters "
     "_buffers".split()
 )
-"""Names by which code comes at any of a module's states, as `getattr(self, f"head{task}")` does."""
+"""Names by which code can reach any state of a module, as `getattr(self, f"head{task}")` does."""
 
 
 def states_of(model: nn.Module, site: Site) -> list[str]:
@@ -72,11 +73,11 @@ def states_of(model: nn.Module, site: Site) -> list[str]:
 
 
 class ChangedStates:
-    """Which parameters and buffers of a model are others, or have other values, after a call.
+    """Finds the parameters and buffers that a call has replaced or written; made before the call.
 
     Args:
-        states: those that the call may read; buffers among them are compared by their values, as
-            batch norm and `.data` write beside the versions of autograd.
+        states: names of those that the call may read. Buffers among them are compared by value,
+            as batch norm and `.data` write without a new version of the tensor.
     """
 
     def __init__(self, model: nn.Module, states: Sequence[str]) -> None:
@@ -86,7 +87,7 @@ class ChangedStates:
         self._values = {name: own[name].clone() for name in states if _is_small_buffer(own[name])}
 
     def changed(self) -> Iterator[tuple[str, Tensor | None, Tensor]]:
-        """The name of each, what it was and what it is."""
+        """The name of each, the tensor before and the tensor now."""
         for name, tensor in named(self._model).items():
             own, count = self._versions.get(name, (None, 0))
             values = self._values.get(name)
@@ -101,14 +102,13 @@ def _is_small_buffer(tensor: Tensor) -> bool:
 
 
 class SetBefore:
-    """What a forward puts into attributes of modules before a call that reads them.
+    """Notes the attributes of modules that a forward sets before a call that reads them.
 
         self.part.mode = "tanh"; h = self.part(h)      {"part.mode": "tanh"}
         self.part.eval(); h = self.part(h)             {"part.training": False, ...}
         block.H, block.W = h, w; x = block(x)          {"block.H": 14, "block.W": 14}
 
-    Args:
-        model: is about to run.
+    Made before the model runs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -117,7 +117,7 @@ class SetBefore:
         self._inside = False
 
     def noting(self) -> AbstractContextManager[None]:
-        """The forward runs within."""
+        """Within, the forward runs, and what it sets is noted."""
         return seeing_sets(self._note)
 
     def _note(self, module: nn.Module, name: str) -> None:
@@ -126,7 +126,7 @@ class SetBefore:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """A call runs within: what it sets itself is its own."""
+        """Within, a site's call runs; what it sets itself is not noted."""
         self._inside = True
         try:
             yield
@@ -134,7 +134,7 @@ class SetBefore:
             self._inside = False
 
     def before(self, site: Site) -> str:
-        """The plain values that a site's modules have of these and may read, as text."""
+        """The noted attributes of a site's modules that its code may read, with values, as text."""
         if site.method == LOSS:
             return NOTHING
         named = self._model.get_submodule(site.module).named_modules(prefix=site.module)
@@ -148,14 +148,14 @@ class SetBefore:
 
 
 def differ(model: nn.Module, finds: str) -> bool:
-    """Whether a model's attributes are others than `SetBefore.before` has told."""
+    """Whether a model's attributes differ from those that `SetBefore.before` gave."""
     homes = {name: _home(model, name) for name in from_text(finds)}
     now = {name: own.get(leaf, own) for name, (own, leaf) in homes.items()}
     return not all(map(_is_plain, now.values())) or _as_text(now) != finds
 
 
 def put(model: nn.Module, finds: str) -> None:
-    """Let a model's attributes be what `SetBefore.before` has told."""
+    """Set a model's attributes to those that `SetBefore.before` gave."""
     for name, value in whole_of(from_text(finds), ()).items():
         own, leaf = _home(model, name)
         own[leaf] = value

@@ -30,7 +30,7 @@ _NOTHING: Mapping[int, str] = MappingProxyType({})
 
 
 class Unlike(Exception):
-    """A call of a module cannot be told by its tensors and plain values alone."""
+    """Raised where a call has an argument or a result that a tree cannot hold."""
 
 
 def distinct_tensors(tree: Any) -> list[Tensor]:
@@ -40,31 +40,31 @@ def distinct_tensors(tree: Any) -> list[Tensor]:
 
 
 def returned(made: Any, left: Mapping[str, Tensor]) -> Any:
-    """What a call gives: what it returns, with what it leaves in attributes, if anything."""
+    """The results of a call: what it returns, and tensors that it leaves in attributes, if any."""
     return (made, dict(left)) if left else made
 
 
 class Slot(NamedTuple):
-    """In a tree, the tensor of this number."""
+    """The place in a tree of the tensor with this number."""
 
     number: int
 
 
 class Own(NamedTuple):
-    """In a tree, the model's sparse tensor of this name."""
+    """The place in a tree of the model's sparse tensor with this name."""
 
     name: str
 
 
 class Struct(NamedTuple):
-    """In a tree, an object of a dataclass or a named tuple, told by its fields alone."""
+    """An object of a dataclass or a named tuple in a tree: its class and its fields."""
 
     kind: type
     fields: Mapping[str, Any]
 
 
 def parts_of(tree: Any, tensors: Sequence[Tensor], own: Mapping[int, str] = _NOTHING) -> Any:
-    """A tree of containers with a place where each of the tensors stands.
+    """A tree of containers with a `Slot` in the place of each of `tensors`.
 
     Args:
         own: names of the model's sparse tensors, by their identity (`sparse.owned`).
@@ -91,7 +91,7 @@ def parts_of(tree: Any, tensors: Sequence[Tensor], own: Mapping[int, str] = _NOT
 
 
 def _fields(tree: Any) -> Mapping[str, Any] | None:
-    """The fields that an object can be made from again; None: it has others, or none."""
+    """The fields from which an object can be made again; None: it has other attributes, or none."""
     if isinstance(tree, tuple) and hasattr(tree, "_asdict"):
         found: Mapping[str, Any] = tree._asdict()
         return found
@@ -104,10 +104,10 @@ def _fields(tree: Any) -> Mapping[str, Any] | None:
 
 
 def whole_of(parts: Any, tensors: Sequence[Tensor], model: nn.Module | None = None) -> Any:
-    """The inverse of `parts_of`: the tree with tensors in its places.
+    """The inverse of `parts_of`: the tree with tensors in the place of its slots.
 
     Args:
-        model: has what the tree names.
+        model: the model that has the sparse tensors the tree names.
     """
     if isinstance(parts, Slot):
         return tensors[parts.number]
@@ -137,7 +137,7 @@ def from_text(text: str) -> Any:
     """The inverse of `to_text`, where the model has been built.
 
     Raises:
-        PlanError: `to_text` has not written it, or it names a class that this process has not.
+        PlanError: the text is not one of `to_text`, or names a class unknown in this process.
     """
     try:
         return _read(json.loads(text))
@@ -169,7 +169,7 @@ def _written(parts: Any) -> Any:
 
 
 def _name(kind: type) -> tuple[str, str]:
-    """Where another process that has built the same model finds a class."""
+    """The name by which another process that has built the same model finds a class."""
     name = kind.__module__, kind.__qualname__
     if _class(*name) is not kind:
         raise Unlike(f"a {kind.__qualname__}, a class within a function, {_GOES}")
