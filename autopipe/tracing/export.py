@@ -59,21 +59,21 @@ class Program(nn.Module):
     Args:
         outputs: whether forward also returns the tensors of the model's outputs, after the loss.
         kept: the 16-bit dtype in which the model computes; None: as its parameters are.
-        eager: whether it runs as plain torch does, and buffers that are assigned stay so.
+        eager: whether it runs as plain torch does; assignments of buffers then stay assignments.
 
     Attributes:
-        paths: the paths of these tensors; set by the first run.
-        assigned: the buffers that the model assigns anew, and in whose call; each run adds some.
-        by_loss: the same of a loss that is a module.
-        caches: the buffers that it fills in its first run, as `assigned_buffers` tells them.
-        unsteady: the plain attributes and caches because of which a second run is another one.
-        asked_for_others: not empty if it has asked whether there are other processes.
-        asks_for_gpus: the user's lines at which it has asked whether a tensor is on a GPU.
-        otherwise: why the reads of a first run are not those of all others.
-        twins: modules whose parameters, and tensors in attributes, stand for the model's own where
-            the loss reads them.
+        paths: the paths of the model's outputs; set by the first run.
+        assigned: pairs of a buffer that the model assigns and the module in whose call it does so;
+            each run adds some.
+        by_loss: the same for a loss that is a module.
+        caches: the buffers that the model fills in its first run (`eager.assigned_buffers`).
+        unsteady: the plain attributes and caches that make a second run differ from the first.
+        asked_for_others: not empty if the model has asked whether there are other processes.
+        asks_for_gpus: the user's lines that have asked whether a tensor is on a GPU.
+        otherwise: the error if later runs read other values than the first; else None.
+        twins: modules whose tensors stand for the model's own where the loss reads them.
         regions: the calls that are ops of a trace (`opaque.regions`).
-        held_twice: whether parameters are found elsewhere than where they are registered.
+        held_twice: whether forward reads parameters from unregistered places too.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Program(nn.Module):
 
     @property
     def all_assigned(self) -> tuple[int, int]:
-        """How many buffers are known to be assigned."""
+        """The number of buffers that are known to be assigned."""
         return len(self.assigned), len(self.by_loss)
 
     def refusal(self, error: Exception) -> CaptureError:
@@ -273,8 +273,8 @@ def _states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors_of(leaves: Mapping[str, Any], specs: Sequence[InputSpec]) -> list[Tensor]:
-    """The batch's tensors, with a copy of one that occurs twice: export would merge the two into
-    one input of the graph, and labels would become the tokens."""
+    """The batch's tensors; a tensor that occurs twice is copied. Export would merge the two into
+    one input of the graph: labels would become tokens."""
     return [leaves[spec.path].detach().clone() for spec in specs if spec.dtype != "python"]
 
 
@@ -296,12 +296,12 @@ def _dynamic(spec: InputSpec, tensor: Tensor) -> dict[int, Any]:
 
 
 def _keep_memory_order(module: fx.GraphModule) -> None:
-    """Let the tensors that `as_strided` reads lie in memory as they did in the trace.
+    """Give the tensors that `as_strided` reads the memory order that they had in the trace.
 
         x.as_strided(sizes, strides)        x.permute(order).contiguous().as_strided(sizes, strides)
 
-    The strides count elements in memory, and there a tensor from another rank or another stage lies
-    in the order of its dims. Where it lies as it did, nothing is copied.
+    The strides count elements in memory, and a tensor from another rank or stage is laid out in the
+    order of its dims. Nothing is copied where the order is the same.
 
     Raises:
         CaptureError: it reads beyond the tensor, or writes by strides; names the user's line.
@@ -341,7 +341,7 @@ def _read_in_order(node: fx.Node) -> None:
 
 
 def _number(size: int | torch.SymInt | fx.Node) -> int:
-    """A size for many rows, without a guard on how many."""
+    """The value of a size for many rows, without a guard on their number."""
     if isinstance(size, fx.Node):
         return _number(size.meta["val"])
     if isinstance(size, int):

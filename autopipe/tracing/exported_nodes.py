@@ -1,4 +1,4 @@
-"""What single nodes and names of torch.export's program mean, before they are put together."""
+"""Interpret single nodes and names of torch.export's program, and move copies of buffers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOSS_SCOPE = "loss()"
 
 
 def scopes_of(node: fx.Node) -> tuple[str, ...]:
-    """The visits of modules that a node was made in, from the outermost."""
+    """The module calls in which a node was made, from the outermost."""
     stack = node.meta.get("nn_module_stack") or {}
     calls: list[str] = []
     inside = False
@@ -63,11 +63,11 @@ def is_whole_slice(op: str, args: tuple[Arg, ...]) -> bool:
 
 
 def handed_back(node: fx.Node) -> fx.Node | None:
-    """The argument that an op returns as it is: `x.float()` where x is of fp32, `x.clamp_(0, 1)`.
-    None: it makes a tensor of its own.
+    """The argument that an op returns itself: `x.float()` of an fp32 x, `x.clamp_(0, 1)`.
+    None: the op makes a new tensor.
 
-    A trace has a node for such an op, and whatever reads x from there on reads that node. Within
-    `torch.no_grad()` it would cut off the gradients of readers that are outside of it.
+    A trace has a node for such an op, which all later readers of x read. If it stands under
+    `torch.no_grad()`, it would cut off the gradients of readers outside.
 
     Raises:
         CaptureError: it gives the argument another shape in place, which all its readers would see.
@@ -119,7 +119,7 @@ def names_by_storage(models: Sequence[nn.Module]) -> dict[int, tuple[str, str]]:
 
 
 def kind_of(exported: torch.export.ExportedProgram, spec: InputSpec) -> str:
-    """What an input of an exported program is to the model; what a loss module owns is a constant.
+    """The kind of an exported program's input: a leaf, a state, or a constant (all of the loss's).
 
     Raises:
         CaptureError: it is a parameter of the loss that could be trained.
@@ -169,9 +169,9 @@ def constant_of(
 
 
 def check_statistics(graph: Graph) -> Graph:
-    """The graph, if no norm in evaluation reads statistics that one in training writes later.
+    """The graph; refused if a norm in evaluation reads statistics that another one writes later.
 
-    Its backward reads them once more, when a later micro-batch may have written them too.
+    The first norm's backward reads the statistics again, after other micro-batches wrote them.
 
     Raises:
         CaptureError: one does; names both of the user's lines.
@@ -196,11 +196,11 @@ def check_statistics(graph: Graph) -> Graph:
 
 
 def with_copies_beside(graph: Graph, assigned: Collection[str]) -> Graph:
-    """The graph with each copy of an assigned buffer beside what it is copied from or for.
+    """The graph with each copy of an assigned buffer moved beside its source or its reader.
 
-    The trace has them where the call of the buffer's module begins and ends; a buffer of the whole
-    model would allow no cut between the two. A copy does not move into a module's call from outside
-    of it, nor past another use of the buffer.
+    The trace has these copies at the two ends of a module's call; for a buffer of the whole model,
+    no cut would be possible in between. A copy moves neither into another module's call nor past
+    another use of the buffer.
     """
     flow, nodes = analyse(graph), list(graph.nodes)
     buffers = {State(name) for name in assigned}

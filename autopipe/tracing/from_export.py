@@ -72,7 +72,7 @@ _DROPPED = "aten._assert", "aten.sym_constrain_range", "aten._functional_assert"
 
 @dataclass
 class _Region:
-    """What holds for the nodes of one (sub)graph."""
+    """The settings that hold for all nodes of one (sub)graph."""
 
     scopes: tuple[str, ...] = ()
     grad: bool = True
@@ -90,12 +90,12 @@ def convert(
 
     Args:
         specs: the description of the batch that it was exported with.
-        twins: modules with weights whose parameters stand for those of `model`, by name: what the
-            user's loss gets hold of is the model itself, not its copy with fake parameters.
+        twins: modules with weights whose parameters stand for those of `model`, by name: the
+            user's loss holds the model itself, not its copy with fake parameters.
         assigned: the buffers that modules assign (`eager.assigned_buffers`).
 
     Raises:
-        CaptureError: the program has what no graph can; the sentence names the user's line.
+        CaptureError: a graph cannot express the program; the message names the user's line.
     """
     converter = _Converter(exported, model, specs, names_by_storage(twins))
     graph = check.after("from_export", converter.convert())
@@ -263,7 +263,7 @@ class _Converter:
     def _stand_in(
         self, op: str, tensors: tuple[Value, ...], number: int, scopes: tuple[str, ...]
     ) -> tuple[Value, ...] | None:
-        """Note where the nodes of a block are, or write those of one that is like it."""
+        """Note the nodes of a block, or write those of a block that equals it."""
         if op == BEGIN:
             self.spans[number] = Span(scopes, tensors, len(self.nodes), self.again)
         elif op == END:
@@ -328,7 +328,7 @@ class _Converter:
         return int(found) if found.is_Integer else found
 
     def _name_symbols(self, described: InputSpec, tensor: Tensor) -> None:
-        """Learn what export calls the dims that the description has as text."""
+        """Find export's symbols for the dims that the batch's description gives as text."""
         sizes: Sequence[Any] = tensor.shape
         for size, entry in zip(sizes, described.shape, strict=True):
             if isinstance(size, torch.SymInt):
@@ -339,9 +339,9 @@ class _Converter:
         return TensorSpec(tuple(self._dim(size, node) for size in tensor.shape), tensor.dtype)
 
     def _name_constant(self, name: str) -> str:
-        """Constants of code are numbered within their module, that blocks alike look alike.
+        """Number constants of code within their module, so that equal blocks have equal names.
 
-        Export counts them through the model: `h.3.lifted_tensor_7`.
+        Export numbers them through the whole model: `h.3.lifted_tensor_7`.
         """
         home, found, _ = name.rpartition("lifted_tensor_")
         if not found:

@@ -1,7 +1,7 @@
-"""Run a program on real inputs before it is traced: what Python reads from tensors, and keeps.
+"""Run a program on real inputs before the trace, to record what Python reads and keeps.
 
-A program whose parameters are fake is run as it is. Where a read depends on a weight, or a kernel
-has no version for tensors without values, the model is built with its weights, and that one is run.
+The program runs with its fake parameters. If a read depends on a weight, or a kernel has no version
+for fake tensors, the model is built with its weights, and runs with them.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def look(
     """Run `program` on real inputs, and record the values that Python reads.
 
     Args:
-        others: other rows, for which Python is to read the same where it reads anything.
-        within: makes what a run happens in: the first one, then a second one.
+        others: makes other rows, for which Python has to read the same values.
+        within: makes the `with` block for a run; called for the first run and for a second one.
         real: builds the model with its weights, for a read that depends on one; None: cannot.
         numbers: as for `value_guards.record`.
-        dtypes_first: whether to end where dtypes do not go together, before weights are made.
+        dtypes_first: whether to raise `DtypesDiffer` before weights are made.
 
     Raises:
-        DtypesDiffer: they do not.
-        OtherBranch: it reads something else.
+        DtypesDiffer: an op gets tensors of dtypes that do not go together.
+        OtherBranch: Python reads other values of other rows.
         NeedsNumbers: as `value_guards.record`.
         CaptureError: a read cannot be answered; the message names the user's line.
     """
@@ -78,7 +78,7 @@ def glance(
     """The reads of one run of a `program` that was looked at when it was planned.
 
     Raises:
-        Exception: a read depends on a parameter; or what the model's code raises without values.
+        Exception: a read depends on a parameter, or the model's code fails without values.
     """
     look = _Look(program, tensors_of(leaves, specs), numbers=False, others=None)
     with _surroundings(), quiet(), Generators().restored(), caches_put_back(*program.parts):
@@ -110,7 +110,7 @@ class _Look:
         self.program(*[tensor.clone() for tensor in self.tensors])
 
     def reads(self, within: Within) -> tuple[Read, ...]:
-        """The reads of a run; the program learns what makes a second run another one."""
+        """The reads of a run; sets the program's `unsteady`."""
         parts = self.program.parts
         first, again = partial(self._first, within), partial(self.again, within)
         found, self.program.unsteady = compared_runs(parts, first, again, self.again)
@@ -118,8 +118,10 @@ class _Look:
         return found
 
     def _first(self, within: Within, noted: second_run.Noted) -> tuple[Read, ...]:
-        """The reads of a first run, after which buffers are as before, and the calls of torch that
-        a second one is to make: buffers that are assigned are written from then on."""
+        """The reads of a first run; its calls of torch go to `noted`. Buffers are put back.
+
+        If the run has found assigned buffers, the calls are noted in another run, which writes
+        these buffers instead."""
         program = self.program
         known = program.all_assigned
         with as_before(*program.parts):
@@ -131,7 +133,7 @@ class _Look:
         return found
 
     def _watched(self, within: Within, noted: second_run.Noted) -> tuple[Read, ...]:
-        """The reads of a run that does nothing that no graph can say."""
+        """The reads of a run in which anything that no graph can express is refused."""
         generators, changed, drew = Generators(*self.program.parts), False, False
         before = generators.places()
 
@@ -159,7 +161,7 @@ class _Look:
         return found
 
     def _hold_draws(self, found: Sequence[Read], taint: Taint) -> None:
-        """Refuse reads that other random numbers make others."""
+        """Refuse reads that give other values with other random numbers."""
         for most in second_run.DRAWS:
             held = partial(record, expected=found, unlike=second_run.of_other_draws, taint=taint)
             try:
@@ -173,7 +175,7 @@ class _Look:
     def _hold_others(
         self, found: Sequence[Read], others: Sequence[Tensor], within: Within, taint: Taint
     ) -> None:
-        """Refuse reads of which other rows have others."""
+        """Refuse reads that give other values for other rows."""
 
         def run() -> None:
             with within():
@@ -192,7 +194,7 @@ class _Look:
         noted: Within = nullcontext,
         taint: Taint | None = None,
     ) -> tuple[Read, ...]:
-        """The reads of another run, or of one of which nothing else is asked."""
+        """The reads of a run without any other check."""
 
         def run() -> None:
             with within(), noted():
@@ -223,7 +225,7 @@ def _asks_for_gpus(places: set[str]) -> Iterator[None]:
 
 
 class _AsksForGPUs(TorchFunctionMode):
-    """Notes the lines that ask it of tensors with values, and `is_cuda` of all."""
+    """Notes the lines that ask real tensors for their device, and any tensor for `is_cuda`."""
 
     def __init__(self, places: set[str]) -> None:
         super().__init__()
@@ -243,15 +245,15 @@ _IS_CUDA, _DEVICE = Tensor.is_cuda.__get__, Tensor.device.__get__  # type: ignor
 
 
 class NoRoom(CaptureError):
-    """There is no memory for a model's weights; says how much they take, and how much is free."""
+    """Raised where a model's weights need more memory than is free; the message has both."""
 
 
 def _without_weights(program: Program, why: Exception, where: str) -> AutopipeError:
     """The error for a model that runs only with its weights, or not even with them.
 
     Args:
-        why: what a run without them has raised.
-        where: the weights are, or what of them.
+        why: the error of a run without weights.
+        where: where the weights are, or which of them.
     """
     if not isinstance(why, ReadsParameter):
         return program.refusal(why)
@@ -263,7 +265,7 @@ def _without_weights(program: Program, why: Exception, where: str) -> AutopipeEr
 
 
 class DtypesDiffer(CaptureError):
-    """In a run without weights, dtypes do not go together."""
+    """Raised where a run without weights fails since dtypes do not go together."""
 
 
 def _record(
@@ -314,7 +316,7 @@ def _record(
 
 
 def _goes_well(program: Program, tensors: Sequence[Tensor]) -> bool:
-    """Whether a model that has its weights runs where nobody looks at its calls."""
+    """Whether a model with its weights runs if no mode watches its calls."""
     plain = Program(
         *(program.model, program.batch, program.loss, program.specs),
         kept=program.kept,

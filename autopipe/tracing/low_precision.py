@@ -2,15 +2,15 @@
 
     batch fp32 --cast--> model: parameters, activations bf16 --cast--> outputs fp32 --> loss fp32
 
-Parameters and what goes into the model and comes out of it are cast, as FSDP2's mixed precision
-does (`MixedPrecisionPolicy(param_dtype, cast_forward_inputs, output_dtype)`). Buffers stay as they
-are: running statistics and frequencies lose too much in 16 bits. But where a buffer that is never
-written meets an activation, and what follows would be of fp32, it is read in 16 bits, as
+Parameters, inputs and outputs of the model are cast, as FSDP2's mixed precision does
+(`MixedPrecisionPolicy(param_dtype, cast_forward_inputs, output_dtype)`). Buffers stay in fp32:
+running statistics and frequencies lose too much in 16 bits. The exception is a buffer that is never
+written and meets an activation, so that the result would be of fp32: it is read in 16 bits, as
 `model.to(torch.bfloat16)` has it:
 
     x + self.positions    bf16 + fp32 = fp32, which no linear layer takes    bf16 + bf16 = bf16
 
-What the model itself casts (`.float()` around a norm or a loss) is done as it says.
+Casts in the model's own code (`.float()` around a norm or a loss) are kept.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class SixteenBits(NamedTuple):
     """The dtypes in which a model is trained whose parameters and activations are of 16 bits.
 
     Args:
-        dtype: of parameters, activations and products of matrices.
-        optimizer: of what the optimizer changes, and so of its state: `MASTER` where parameters
-            have fp32 master weights; `dtype` where they have none.
-        gradients: in which gradients are summed over micro-batches and replicas.
+        dtype: the dtype of parameters, activations and matrix products.
+        optimizer: the dtype of the tensors that the optimizer changes, and of its state: `MASTER`
+            if parameters have fp32 master weights, else `dtype`.
+        gradients: the dtype in which gradients are summed over micro-batches and replicas.
         buffers: names of the fp32 buffers that are read in `dtype`.
     """
 
@@ -63,7 +63,7 @@ KEPT: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16
 
 
 def kept(precision: str, optimizer: str = "fp32", gradients: str = "fp32") -> SixteenBits | None:
-    """How a model is traced in a precision; None: as it is built.
+    """The dtypes in which a model is traced for a precision; None: those it is built in.
 
     Args:
         optimizer, gradients: as `Plan.optimizer_dtype` and `Plan.grad_dtype`.
@@ -76,7 +76,7 @@ def kept(precision: str, optimizer: str = "fp32", gradients: str = "fp32") -> Si
 
 
 def kept_by(plan: Plan) -> SixteenBits | None:
-    """How a plan's model is traced."""
+    """The dtypes in which a plan's model is traced; None: those it is built in."""
     found = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
     return found and found._replace(buffers=plan.low_buffers)
 
@@ -91,7 +91,7 @@ in one dtype, beside activations of 16 bits."""
 
 @contextmanager
 def parameters_in(model: nn.Module, kept: SixteenBits | None) -> Iterator[None]:
-    """Within, the model's fp32 parameters are of 16 bits; None: as they are.
+    """Within, the model's fp32 parameters are of 16 bits; with None they stay as they are.
 
     Tied ones stay tied.
     """
@@ -104,9 +104,9 @@ def parameters_in(model: nn.Module, kept: SixteenBits | None) -> Iterator[None]:
 
 
 def lower(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Put parameters of `dtype` in the place of a model's fp32 ones.
+    """Replace a model's fp32 parameters by parameters of `dtype`.
 
-    Returns what was there: module, name in it, parameter.
+    Returns the old parameters, as (module, name in it, parameter).
     """
     made: dict[int, nn.Parameter] = {}
     wide = [
@@ -126,10 +126,10 @@ def lower(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, str, nn
 
 @contextmanager
 def buffers_in(model: nn.Module, kept: SixteenBits | None) -> Iterator[None]:
-    """Within a forward, the model has the buffers that are read in 16 bits in these.
+    """Within, which is around a forward, the buffers of `SixteenBits.buffers` are of 16 bits.
 
     Raises:
-        CaptureError: forward writes one of them, which then is of another one.
+        CaptureError: forward writes one of them.
     """
     if kept is None or not kept.buffers:
         yield
@@ -155,7 +155,7 @@ def buffers_in(model: nn.Module, kept: SixteenBits | None) -> Iterator[None]:
 class Meetings(TorchFunctionMode):
     """Notes the fp32 buffers that meet activations of 16 bits while a model runs.
 
-    Parts of a buffer count as the buffer, what is computed from it does not: the frequencies of
+    A part of a buffer counts as the buffer; a value computed from it does not: the frequencies in
     `(self.frequencies * positions).cos()` would lose too much.
     """
 
@@ -183,7 +183,7 @@ class Meetings(TorchFunctionMode):
         return result
 
     def names(self) -> list[str]:
-        """Those that have met some, and their like in other layers."""
+        """The buffers that have met some, and the equally named ones of other layers."""
         alike = {_without_numbers(name) for name in self._found}
         wide = (name for name, one in self._model.named_buffers() if one.dtype == MASTER)
         return [name for name in wide if _without_numbers(name) in alike]
@@ -198,7 +198,7 @@ _TAKING_PARTS = frozenset(
 
 
 def read_low(names: Sequence[str], dtype: torch.dtype) -> str:
-    """What is said of buffers that are read in 16 bits."""
+    """The line for the user about buffers that are read in 16 bits."""
     which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     low = dtypes.name_of(dtype)
     return f"buffer {which}: read in {low} beside activations, as model.to(torch.{low}) has it"
@@ -210,7 +210,7 @@ def _without_numbers(name: str) -> str:
 
 
 def cast(tree: _Tree, old: torch.dtype, new: torch.dtype) -> _Tree:
-    """The same tree of tensors, with those of one dtype in another."""
+    """The tree with its tensors of one dtype cast to another."""
 
     def one(leaf: Any) -> Any:
         return leaf.to(new) if isinstance(leaf, Tensor) and leaf.dtype == old else leaf
@@ -249,9 +249,8 @@ def _in_autocast(node: Node) -> bool:
 
 
 def _wide_buffer(graph: Graph, value: Value) -> str | None:
-    """The fp32 buffer that a value is computed with in fp32; None: it is cast to that, or is not.
-
-    Where a tensor of 16 bits meets one of fp32 torch computes in fp32, and nobody has cast it.
+    """The fp32 buffer because of which a value is of fp32; None: the model casts it, or there is
+    none. torch computes in fp32 where a tensor of 16 bits meets one of fp32.
     """
     pending, seen = [value], set[Value]()
     while pending:
@@ -267,9 +266,9 @@ def _wide_buffer(graph: Graph, value: Value) -> str | None:
 
 
 def check_followers(graph: Graph, dtype: torch.dtype) -> None:
-    """Refuse a parameter of 16 bits that forward writes, as a teacher's that follows a student's.
+    """Refuse a parameter of 16 bits that forward writes, such as a teacher's average of a student.
 
-    Of a small step, 0.999 * old + 0.001 * new, rounding to 16 bits leaves nothing.
+    Rounding to 16 bits loses a small step, 0.999 * old + 0.001 * new.
 
     Raises:
         CaptureError: names the user's line and the parameter.
@@ -298,7 +297,7 @@ def _hint(graph: Graph, dtype: torch.dtype) -> str:
 def with_masters(graph: Graph, kept: SixteenBits) -> Graph:
     """The graph whose trainable parameters of 16 bits are copies of fp32 master weights.
 
-    Frozen ones have none: nothing is added to them.
+    Frozen parameters have no masters: no optimizer changes them.
     """
     if kept.optimizer == kept.dtype:
         return graph

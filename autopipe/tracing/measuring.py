@@ -37,13 +37,13 @@ _Way = tuple[tuple[second_run.Call, ...], _Gradients]
 
 @dataclass
 class Measuring:
-    """The model with its weights, once it is needed.
+    """Measures calls of a model, which it builds with its weights when they are first needed.
 
     Attributes:
-        program: the one that is traced.
+        program: the program that is traced.
         leaves, specs: an example batch of a few rows, and its description.
         real: builds the model with its weights.
-        others: makes the tensors of other rows, as many, whose sizes are to be the same.
+        others: makes the tensors of as many other rows, for which sizes have to be the same.
     """
 
     program: Program
@@ -56,7 +56,7 @@ class Measuring:
         """The regions of all calls of the sites, as `opaque.measure.measured`.
 
         Raises:
-            CaptureError: a call computes something else when it is made again.
+            CaptureError: a second run of the model computes something else.
         """
         program, model = self.program, self._model
         eager = Program(
@@ -97,7 +97,7 @@ class Measuring:
         return self.real()
 
     def _alone(self, row: int, count: int) -> dict[str, Any]:
-        """A batch of one row, so many times."""
+        """A batch of the same row, `count` times."""
         return self._joined([batches.slice_rows(self.specs, self.leaves, row, row + 1)] * count)
 
     def _joined(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Measuring:
         return found
 
     def _with(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """The batch with other tensors."""
+        """The batch with these tensors in the place of its own."""
         paths = [spec.path for spec in self.specs if spec.dtype != "python"]
         return {**self.leaves, **dict(zip(paths, tensors, strict=True))}
 
@@ -129,10 +129,10 @@ class Measuring:
         return eager(*(leaf.clone() for leaf in wanted if isinstance(leaf, Tensor)))
 
     def _check_again(self, eager: Program) -> None:
-        """Refuse a model that keeps something in plain attributes, and computes with it.
+        """Refuse a model that keeps a value from one run to the next and computes with it.
 
-        What a first call fills, a table for a size, may be read by later ones: these leave out the
-        calls that have filled it, on these rows and on others.
+        A cache is allowed: a first run fills it (a table for a size), and later runs leave out the
+        calls of torch that have filled it, on these rows and on others.
         """
         with restoring(*eager.parts) as changed:
             first = self._there_and_back(eager, self.leaves)
@@ -151,13 +151,13 @@ class Measuring:
         )
 
     def _others_ahead(self, eager: Program) -> Iterator[_Way | str]:
-        """A second run, and others far ahead if anything counts (`Counts.runs`)."""
+        """A second run, and runs with counts far ahead (`Counts.runs`)."""
         counts = Counts(*eager.parts)
         yield self._there_and_back(eager, self.leaves)
         yield from counts.runs(partial(self._there_and_back, eager, self.leaves))
 
     def _fills(self, eager: Program) -> bool:
-        """Whether other rows come to the same after a first call as they do in one."""
+        """Whether other rows give the same in a second run as in a first one."""
         count = batches.rows_of(self.specs, self.leaves)
         own = self._alone(count - 1, count)
         others = own if self.others is None else self._with(self.others())
@@ -168,8 +168,9 @@ class Measuring:
             return _leaves_out(fresh, self._there_and_back(eager, others))
 
     def _there_and_back(self, eager: Program, leaves: Mapping[str, Any]) -> _Way:
-        """The calls of a forward, and gradients: a custom Function's backward may read what forward
-        has changed. Buffers and frozen parameters are as before it."""
+        """The calls of torch in a forward, and the gradients of its backward, in which a custom
+        Function may read values that forward has changed. Buffers and frozen parameters are put
+        back."""
         parameters, found = list(eager.parameters()), []
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -210,7 +211,7 @@ def _same(one: _Way | str, other: _Way | str) -> bool:
 
 
 def _leaves_out(one: _Way, other: _Way | str) -> bool:
-    """Whether another run comes to the same, and makes fewer calls for that."""
+    """Whether another run gives the same gradients, and makes the same calls or fewer."""
     if isinstance(other, str):
         return False
     return second_run.leaves_out(one[0], other[0]) and _equal(one[1], other[1])
@@ -224,5 +225,5 @@ def _equal(ones: _Gradients, others: _Gradients) -> bool:
 
 
 def _negated(leaf: Any) -> Any:
-    """Other values where any are as good: integers may be positions in a table."""
+    """Negated values of floats; integers stay, since they may be positions in a table."""
     return -leaf if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -1,10 +1,10 @@
-"""One call of a module, watched: what it has seen and done, in terms that two modules can share.
+"""Log one call of a module in terms that equal for calls of two equal modules.
 
-    begins   arguments, globals of the code          told as (path in the module, looks, values)
-    runs     attributes read, torch functions        with labels in the place of tensors
-    ends     results; whether anything changed       `done`, equal to that of an equal call
+    begins   arguments, globals of the code          logged as (path in the module, looks, values)
+    runs     attributes read, torch functions        logged with labels in the place of tensors
+    ends     results; whether anything changed       `done`: equal to that of an equal call
 
-`same_modules` decides by it which modules are alike.
+By these logs `same_modules` decides which modules are alike.
 """
 
 from __future__ import annotations
@@ -28,23 +28,21 @@ from autopipe.tracing.module_makes import (
 )
 
 ABSENT = ("absent",)
-"""In the place of an attribute that is not the module's own."""
+"""Logged for an attribute that is not the module's own."""
 
 
 class Doubt(Exception):
-    """Something that cannot be compared; the module is like no other."""
+    """Raised for a value that cannot be compared: the module then equals no other."""
 
 
 class ModuleCall:
-    """One call of a candidate: what it has seen and done so far, in terms that two can share.
+    """The log of one call of a candidate (`module_makes.candidates_of`).
 
     Attributes:
-        done: when it is over, all that it has seen and done; equal to that of another call, or to
-            nothing.
-        tree: what it returned, with places for arguments and for the tensors it made; None: a later
-            call cannot return the like.
-        proved: whether another call was seen to do the same.
-        likely: the earlier calls of siblings that found what this one found when it began.
+        done: after the call, its log; an object that equals nothing if the log is in doubt.
+        tree: the result, with slots for arguments and for new tensors; None: it has no tree.
+        proved: whether the whole log of another call was equal.
+        likely: earlier calls of siblings that found the same values when this one began.
     """
 
     done: Hashable = None
@@ -75,7 +73,7 @@ class ModuleCall:
         self._made: list[Tensor] = []
 
     def doubt(self) -> None:
-        """What happened now cannot be compared."""
+        """Mark the log as one that cannot be compared."""
         self._doubtful = True
 
     def _attempt(self, make: Callable[[], Hashable]) -> Hashable:
@@ -110,7 +108,7 @@ class ModuleCall:
     def reads(
         self, module: nn.Module, own: dict[str, Any], name: str, asking: Mapping[str, Any]
     ) -> None:
-        """Note that code reads an attribute of some module."""
+        """Log that code reads an attribute of some module."""
         whose = self._paths.get(id(module), id(module))
         if name == "__dict__" and str(asking.get("__name__")).startswith("torch.nn.modules."):
             return
@@ -120,7 +118,7 @@ class ModuleCall:
             self._log.append((whose, name, value))
 
     def calls(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note the call of a torch function."""
+        """Log the call of a torch function."""
         if self._doubtful:
             return
 
@@ -150,7 +148,7 @@ class ModuleCall:
         return found
 
     def goes_as(self, other: ModuleCall) -> bool:
-        """Whether this call, which has just begun, finds all that another one has found."""
+        """Whether this call, which has just begun, finds the same values that another has found."""
         if self._doubtful or self._log != other._log[: len(self._log)]:
             return False
         inside = {path: vars(module) for path, module in self.module.named_modules()}
@@ -160,7 +158,7 @@ class ModuleCall:
         )
 
     def results_like(self) -> list[Tensor] | None:
-        """Other tensors that look like those that this call made; None: no others can."""
+        """New fake tensors that look like those that this call made; None: that is impossible."""
         with torch.enable_grad():
             made = [_other_like(tensor) for tensor in self._made]
         alike = map(look_of, made), map(look_of, self._made)
@@ -169,14 +167,14 @@ class ModuleCall:
         )
 
     def as_if(self, other: ModuleCall, made: Sequence[Tensor]) -> Any:
-        """Take over what another call has done; its results, of which `made` are its own."""
+        """Take over another call's log; returns its result with `made` as the new tensors."""
         self._log = other._log[:-1]
         for tensor, like in zip(made, other._made, strict=True):
             self._hold(tensor, other._labels[id(like)])
         return whole_of(other.tree, [*self._given, *made])
 
     def finish(self, output: Any) -> Hashable:
-        """All that the call has seen and done; equal to that of another call, or to nothing."""
+        """End the log; returns `done`."""
         self._log.append(self._attempt(lambda: self._results(output)))
         changed = any(
             version(tensor) != before
@@ -207,6 +205,6 @@ def _attribute(own: Mapping[str, Any], name: str) -> Hashable:
 
 
 def _other_like(tensor: Tensor) -> Tensor:
-    """Another tensor, of unknown numbers, that is made by an op as this one is."""
+    """A new tensor without values that looks like this one, and is no leaf if it has a gradient."""
     like = tensor.detach().new_empty_strided(tensor.shape, tensor.stride())
     return like.requires_grad_().clone() if tensor.requires_grad else like

@@ -1,6 +1,6 @@
-"""What modules are made of, as values that are equal only where nobody can tell them apart.
+"""Describe modules by their make: classes, parameters, buffers and modules inside, as one value.
 
-Of sibling modules with equal makes `tracing.same_modules` compares the calls.
+`tracing.same_modules` compares the calls of sibling modules whose makes are equal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOOKS = tuple(name for name in sorted(INTERNAL) if name.endswith("hooks"))
 
 
 def alike_siblings(known: Mapping[str, Hashable]) -> dict[str, str]:
-    """From the path of a module to that of the first sibling of which the same is known."""
+    """Map each module's path to that of the first sibling with an equal value in `known`."""
     firsts: dict[Hashable, str] = {}
     alike: dict[str, str] = {}
     for path, what in known.items():
@@ -33,7 +33,7 @@ def alike_siblings(known: Mapping[str, Hashable]) -> dict[str, str]:
 def candidates_of(model: nn.Module) -> dict[str, tuple[nn.Module, Hashable]]:
     """The outermost modules with parameters and submodules that have a sibling of the same make.
 
-    By path, each with its make; none where one module has two places in the model.
+    Returns path -> (module, make); empty if the model has one module at two places.
     """
     if len(list(model.named_modules(remove_duplicate=False))) > len(list(model.modules())):
         return {}
@@ -66,7 +66,7 @@ def _order(path: str) -> list[tuple[bool, int, str]]:
 
 
 def _make(module: nn.Module, path: str, homes: Mapping[int, list[str]]) -> Hashable:
-    """What a module is made of, attributes aside; of one that is like no other a new object."""
+    """A module's make, without attributes; that of one with hooks or shared tensors is unique."""
     parts: list[Hashable] = []
     first: dict[int, str] = {}
     for name, inner in module.named_modules():
@@ -91,7 +91,7 @@ def look_of(tensor: Tensor) -> Hashable:
 
 
 def modes() -> Hashable:
-    """What is set around an op."""
+    """The modes that hold around an op: whether gradients are on, and autocast."""
     autocast = tuple(
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
@@ -116,7 +116,7 @@ def namespaces_of(module: nn.Module) -> list[Mapping[str, Any]]:
 
 
 def plain_values(spaces: list[Mapping[str, Any]]) -> Hashable:
-    """The numbers and texts in some namespaces, and how much is in their containers."""
+    """The numbers and texts in some namespaces, and the sizes of containers there."""
     found: list[Hashable] = []
     for space in spaces:
         for name, value in space.items():

@@ -1,4 +1,4 @@
-"""Which module calls do the same: found while the model runs once, so that one trace serves all.
+"""Find equal modules while the model runs once, so that one trace serves all of them.
 
 Two sibling modules are alike if all of this holds; any doubt makes a module like no other.
 
@@ -12,16 +12,16 @@ Two sibling modules are alike if all of this holds; any doubt makes a module lik
     after the call   results from the same calls; no attribute, argument, parameter or buffer
                      changed, no result in the memory of an argument, no value read from a tensor
 
-The code of both is the same, for their classes are; it has seen the same values, so it has taken
-the same branches. Sizes are those of the example. A formula of sizes is the same for both, since
-all that goes into it is: the code, the shapes of arguments and parameters, attributes.
+Both modules have the same code, since they have the same classes. The code has seen the same
+values, so it has taken the same branches. Sizes are those of the example; a formula of sizes is the
+same for both modules, since its inputs are: code, shapes of arguments and parameters, attributes.
 
-For the same reason a long row of siblings need not all run. After two that were alike, another one
-that finds what they found (arguments, globals, the attributes that they read) returns tensors that
-look like theirs; so a deep model is looked at in the time of a short one. Siblings 1, 2, 4, 8 ...
-and the last one run all the same; in a later run of the model the first two and the last do. If one
-of them does otherwise than it should by what it finds, as a layer that asks an iterator, then no
-sibling is told by another, and the model runs again.
+For the same reason not every sibling has to run. Once two siblings were alike, a third one that
+finds the same arguments, globals and attributes is foretold: it does not run, and returns tensors
+that look like theirs. So a deep model takes the time of a short one. Siblings 1, 2, 4, 8 ... and
+the last one always run; in a later run of the model the first two and the last. If one of them does
+something else than was foretold (a layer that asks an iterator), the model runs again without
+foretelling.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from autopipe.util import shortcuts
 
 
 class Likeness:
-    """The proof in the making, and when the run is over its result.
+    """Compares the calls of siblings during a run, and has the result after it.
 
     Args:
-        foretell: whether siblings may be told by others instead of running.
-        later: whether the model has been looked at before, so that fewer siblings need run.
+        foretell: whether siblings may be foretold instead of running.
+        later: whether the model has been looked at before, so that fewer siblings have to run.
 
     Attributes:
-        alike: from the path of a module to that of the first of its siblings that it is like.
-        candidates: the modules that may be, by path, each with what it is made of.
-        misled: whether a sibling was told by another, and should not have been: `alike` is void.
+        alike: the path of a module -> that of the first sibling that it equals.
+        candidates: the modules that are compared, by path, each with its make.
+        misled: whether a sibling was foretold wrongly: `alike` must not be used.
     """
 
     def __init__(self, model: nn.Module, *, foretell: bool = True, later: bool = False) -> None:
@@ -76,7 +76,7 @@ class Likeness:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The model runs in here, once."""
+        """Within, the model runs, once."""
         if not self.candidates:
             yield
             return
@@ -147,7 +147,7 @@ class Likeness:
     def _forward(
         self, module: nn.Module, kinds: list[ModuleCall], sure: bool
     ) -> Callable[..., Any]:
-        """The forward of a module: it runs if it is `sure` to, or no sibling tells what it does."""
+        """A forward for a module: foretold by a sibling if it can be and is not `sure` to run."""
         own = module.forward
 
         @functools.wraps(own)
@@ -168,7 +168,7 @@ class Likeness:
         return forward
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        """A module runs; one inside a candidate must do so inside the candidate's call."""
+        """Note a module's call; in a candidate it has to be inside the candidate's own call."""
         owner = self._owners.get(id(module))
         if owner is not None:
             call = self.running

@@ -63,7 +63,7 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
 
 
 def _check_tensors(model: nn.Module) -> None:
-    """Refuse a model whose lazy layers have not been called yet, or what no rank can hold."""
+    """Refuse lazy layers that have not been called yet, and tensors that no rank can hold."""
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ModelError(
@@ -187,7 +187,7 @@ def trace_as_planned(
 
 @contextmanager
 def keeping_default_dtype() -> Iterator[None]:
-    """Let a model set torch's default dtype within the block; restore it afterwards."""
+    """Within, a model may set torch's default dtype; afterwards it is as before."""
     before = torch.get_default_dtype()
     try:
         yield

@@ -236,8 +236,8 @@ def _moved(path: str, home: str, there: str) -> str:
 def _own(
     value: Value, home: str, there: str, states: Mapping[str, object], before: Sequence[Node]
 ) -> Value:
-    """What the equal block has in the place of a state of the first block, or of a cast of one that
-    was made before it: buffers that are read in 16 bits are all cast before the first block."""
+    """The equal block's counterpart of a state of the first block, or of a cast of such a state
+    made before the block: buffers read in 16 bits are all cast before the first block."""
     if isinstance(value, State):
         return _own_state(value, home, there, states)
     cast = next((node for node in before if Ref(node.name) == value and node.short == "to"), None)

@@ -91,7 +91,7 @@ class AtLengths:
 
     Args:
         specs: the description of a batch of the longest rows.
-        example: two rows of them.
+        example: a batch of two such rows.
         reads: the recorded reads of the plan's trace, to be replayed; None: record them each time.
     """
 
@@ -110,7 +110,7 @@ class AtLengths:
         self._symbolic: Lengths | None = None
 
     def at(self, length: int, rows: Any) -> Trace:
-        """The trace of rows of `length` tokens, of which `rows` are two.
+        """The trace for rows of `length` tokens, on `rows`: a batch of two of them.
 
         Raises:
             ModelError: the model cannot be run at this length; names the user's line.
@@ -143,7 +143,7 @@ class AtLengths:
 
 
 def shorter(example: Any, specs: Sequence[InputSpec], length: int) -> Any:
-    """A batch that is described so, with only the first `length` tokens of every row."""
+    """A batch of this description with only the first `length` tokens of every row."""
     leaves, longest = batches.flatten(example), row_length.length_of(specs)
     assert longest is not None, "a batch without a sequence has one length"
     for spec in row_length.lengthened(specs, longest):

@@ -1,7 +1,7 @@
 """Trace a model on a batch: its `Graph`, and the values that Python read.
 
 model, batch --look--> reads, equal modules --capture--> ExportedProgram --convert--> Graph
-             <--search-- regions, which run as they are, where one of these refuses
+             <--search-- regions: calls that run as they are, found where a step refuses
 """
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ from autopipe.util.progress import Say
 class Trace:
     """A graph, the description of the batch it was traced on, and the reads it depends on.
 
-    `outputs` are the paths of the model's own outputs, if the graph returns them after the loss.
-    `unsteady` are the plain attributes and caches because of which a second call makes other calls
-    of torch.
-    `regions` are the calls that run as they are.
-    `asks_for_gpus` are the user's lines that ask whether a tensor is on a GPU, and were told no.
-    `rows`: the graph is of micro-batches of so many alone; None: of any.
-    `kept`: the dtypes of 16 bits that it is in; None: those in which the model is built.
+    `outputs`: the paths of the model's own outputs, if the graph returns them after the loss.
+    `unsteady`: plain attributes and caches that make a second run call torch otherwise.
+    `regions`: the calls that run as they are.
+    `asks_for_gpus`: the user's lines that ask whether a tensor is on a GPU; the answer was no.
+    `rows`: the one number of rows of a micro-batch that the graph is for; None: any number.
+    `kept`: the dtypes of a trace in 16 bits; None: those in which the model is built.
     """
 
     graph: Graph
@@ -69,10 +68,10 @@ class Trace:
     kept: SixteenBits | None = None
 
     def facts(self, *, gpus: bool) -> Iterator[str]:
-        """What a user may want to know of it, in lines.
+        """Lines about the trace for the user.
 
         Args:
-            gpus: whether its ranks are GPUs.
+            gpus: whether the plan's ranks are GPUs.
         """
         for place in dict.fromkeys(read.place for read in self.reads if not read.checked):
             yield f"{place}: a number is read here that nothing depends on; a run does not read it"
@@ -110,7 +109,7 @@ def trace(
         loss: `loss(outputs, batch)`; None takes a scalar output or an output's `.loss`.
         training: trace in training mode; False traces evaluation.
         reads: the recorded reads of an earlier trace, to be replayed; None: record them now.
-        regions: those of an earlier trace, in training; none: they are looked for.
+        regions: those of an earlier trace, in training; without any, they are looked for.
         real: builds the model with its weights, if a read depends on one.
         symbolic: False fixes the rows to the example's. Otherwise a dim that is `s` in the specs is
             a symbol as well (`tracing.symbolic_sequence`).
@@ -118,8 +117,8 @@ def trace(
         kept: how the model is trained in 16 bits (`low_precision`); None: as it is built.
         own: the user's module that `model` is a copy of, if it was given as one: the loss may hold
             it, and read its parameters.
-        others: makes a batch of as many other rows; a call in which Python reads something else of
-            these runs as it is.
+        others: makes a batch of as many other rows; a call in which Python reads other values of
+            these rows becomes a region.
         say: receives one line of progress text at a time.
 
     Raises:
@@ -161,12 +160,12 @@ def trace(
 
 
 def _answer(read: Read) -> tuple[str, str]:
-    """What a branch follows from; the value as text, for nan equals nan there."""
+    """A read's kind and, if it is checked, its value as text, in which nan equals nan."""
     return read.kind, repr(read.value) if read.checked else ""
 
 
 _LIFTED = "a fake tensor in the exported program constant's list"
-"""What export says of a parameter, or of what was made of one, that is none of the model's own."""
+"""Export's message for a parameter, or a tensor made from one, that the model does not register."""
 
 
 def _kept_outside(names: Sequence[str]) -> CaptureError:
@@ -197,7 +196,7 @@ class _Tracing:
     dtypes_first: bool
 
     def use(self, regions: Sequence[Region]) -> None:
-        """Let these calls be ops of the trace."""
+        """Make these calls ops of the trace."""
         program = self.program
         program.regions = known(regions, program.model, program.loss, training=program.training)
 
@@ -210,7 +209,7 @@ class _Tracing:
             return replace(self, others=None).with_regions(real)
 
     def with_regions(self, real: Callable[[], nn.Module] | None) -> Trace:
-        """The trace with the regions that it needs; most need none."""
+        """The trace with the regions that it needs; most models need none."""
         program = self.program
 
         def with_these(regions: tuple[Region, ...]) -> Trace:
@@ -242,7 +241,7 @@ class _Tracing:
         return self.with_stand_ins(reads, self.alike_as_planned(reads))
 
     def alike_as_planned(self, reads: Sequence[Read]) -> Mapping[str, str]:
-        """The modules that are alike in one run; none if Python reads there what is not planned."""
+        """The modules that are alike in one run; none if the run's reads differ from `reads`."""
         program = self.program
         for foretell in (True, False):
             likeness = Likeness(program.model, foretell=foretell)
@@ -298,7 +297,7 @@ class _Tracing:
         return reads, proofs[0].alike
 
     def meetings(self) -> list[str]:
-        """The fp32 buffers that meet activations of 16 bits in a run, as far as it goes."""
+        """The fp32 buffers that meet activations of 16 bits in a run, which may end early."""
         if self.kept is None:
             return []
         found = Meetings(self.program.model, self.kept.dtype)

@@ -6,14 +6,14 @@
     the graph   block's nodes, `again` the user's line
     the plan    a block whose nodes are all marked is a recomputed block
 
-torch.export inlines the function and does not record that it is checkpointed; nor that gradients go
-off inside of torch.autocast, which has marks of its own (`autopipe::grad`). A checkpoint with
-`use_reentrant=True` is traced as one without (`opaque.custom_functions`). No trace sees what one
-does with what it saves: an inner one saves its arguments through the outer one, which looks at
-them under `torch.no_grad()`, and export would leave gradients off from there on.
+torch.export inlines the function and does not record the checkpoint. Nor does it record that
+gradients go off inside of torch.autocast; marks of their own do (`autopipe::grad`). A checkpoint
+with `use_reentrant=True` is traced as one without (`opaque.custom_functions`). The hooks by which a
+checkpoint saves tensors are hidden from the trace: an inner checkpoint saves its arguments through
+the outer one's hooks, which run under `torch.no_grad()`, and export would leave gradients off.
 
-What a checkpointed function writes, it writes a second time when backward runs it again: plain
-PyTorch moves the statistics of a batch norm twice. So does the graph, in forward already:
+A checkpointed function runs again in backward, and then writes its buffers a second time: plain
+PyTorch moves the statistics of a batch norm twice. So does the graph, both times in forward:
 
     norm/batch_norm/0 = batch_norm(x, ..., [norm.running_mean], [norm.running_var], True, ...)
     norm/batch_norm/1 = the same, whose result nothing reads
@@ -121,13 +121,13 @@ _SAVES = frozenset(
 
 
 def with_second_writes(graph: Graph, assigned: Collection[str] = ()) -> Graph:
-    """A training graph in which what checkpointed functions write is written twice.
+    """A training graph in which the writes of checkpointed functions are made twice.
 
     Args:
         assigned: the buffers that modules assign.
 
     Raises:
-        CaptureError: a graph cannot say what the second run writes; names the line and the buffer.
+        CaptureError: the second run may write other values; names the line and the buffer.
     """
     if not any(node.again for node in graph.nodes):
         return graph
@@ -158,7 +158,7 @@ def with_second_writes(graph: Graph, assigned: Collection[str] = ()) -> Graph:
 def _once_more(
     nodes: Sequence[Node], ordinals: Counter[tuple[tuple[str, ...], str]]
 ) -> Iterator[Node]:
-    """Nodes that write, a second time, by names of their own."""
+    """Copies, under new names, of nodes that write."""
     values: dict[Value, Value] = {}
     for node in nodes:
         kind = node.scopes[-1:], node.short
@@ -169,9 +169,9 @@ def _once_more(
 
 
 def _checkpoints(nodes: Sequence[Node], copies: Container[Node]) -> Iterator[range]:
-    """The positions of each checkpoint's nodes; of several in a row on one line, those of all.
+    """The positions of each checkpoint's nodes; checkpoints in a row on one line count as one.
 
-    `copies` are of assigned buffers, which stand beside what they are copied from.
+    `copies` are copies of assigned buffers, which stand beside their sources.
     """
     first, line = 0, ""
     for position, node in enumerate(nodes):
@@ -184,7 +184,7 @@ def _checkpoints(nodes: Sequence[Node], copies: Container[Node]) -> Iterator[ran
 
 
 def _trained(graph: Graph) -> set[int]:
-    """The positions of the nodes that a gradient of the loss comes through."""
+    """The positions of the nodes through which a gradient of the loss goes."""
     carrying: set[Value] = {State(name) for name, state in graph.states.items() if state.trainable}
     made = set[int]()
     for position, node in enumerate(graph.nodes):
@@ -201,7 +201,7 @@ def _trained(graph: Graph) -> set[int]:
 
 
 def _check_second(flow: Dataflow, node: Node, state: State, rest: range) -> None:
-    """Refuse a write that the second run of a checkpoint may make otherwise, or not at all.
+    """Refuse a write that a checkpoint's second run may do with other values, or not at all.
 
     Args:
         rest: the positions from the node to the end of its checkpoint.

@@ -44,12 +44,12 @@ from autopipe.planfile.parts import Read
 
 
 class ReadsParameter(Exception):
-    """A read depends on a fake parameter, which has no values; it is given the user's line."""
+    """Raised where a read depends on a fake parameter, which has no values; has the user's line."""
 
 
 class NeedsNumbers(Exception):
-    """The model fails on the placeholders for the numbers it reads (`logged_reads.Looked`), or
-    other layers run where these show other numbers."""
+    """Raised where the model fails on placeholders for numbers (`logged_reads.Looked`), or runs
+    other layers when the placeholders show other numbers."""
 
 
 def _truth(tensor: Tensor) -> bool:
@@ -137,7 +137,7 @@ def _compare(tensor: Tensor, read: Read) -> None:
 
 
 class _Recording(TorchFunctionMode):
-    """Answers reads with their real values and records them; refuses one that is not expected."""
+    """Answers reads with their real values and records them; refuses an unexpected read."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class _Recording(TorchFunctionMode):
         return read.value
 
     def _hold(self, index: int) -> None:
-        """Refuse a read that is another one than expected, at the place where it is used."""
+        """Refuse a read that differs from the expected one, at the place where it is used."""
         if self._expected is None:
             return
         read = self.reads[index]
@@ -208,7 +208,7 @@ class Taint(TorchDispatchMode):
     """Tracks real tensors that a fake one was written into: their values are meaningless.
 
     out = torch.zeros(3)        # real
-    out[0] = hidden.sum()       # hidden is fake: the zero stays, and is a lie from here on
+    out[0] = hidden.sum()       # hidden is fake: out keeps its zero, a wrong value
     """
 
     def __init__(self) -> None:
@@ -247,12 +247,12 @@ def record(
     Args:
         again: runs the model a second time, if some numbers were read but never used.
         numbers: whether to treat all numbers that are read as used.
-        expected: the reads of another run, which these are to be equal to.
-        unlike: makes the error, of the read that was expected and the other one.
-        taint: of an earlier run, whose writes into buffers are still there.
+        expected: the reads of another run, which these have to equal.
+        unlike: makes the error from the expected read and the one found.
+        taint: that of an earlier run, whose writes into buffers are still there.
 
     Raises:
-        Uncaptured: they are not, as `unlike` says; raised in the model's own code.
+        Uncaptured: a read is not the expected one; raised in the model's own code, by `unlike`.
         NeedsNumbers: the model fails on placeholders for numbers; pass `numbers=True`.
         ReadsParameter: a read depends on a parameter, and the parameters are fake.
         CaptureError: a custom autograd.Function cannot be one op (`opaque.custom_functions`).
