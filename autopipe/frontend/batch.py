@@ -92,13 +92,13 @@ def from_specs(specs: Sequence[InputSpec], rows: int) -> Any:
 
 
 def of_specs(specs: Sequence[InputSpec], leaves: Mapping[str, Any]) -> Any:
-    """The batch that is described so, of these leaves; a class of the user's is a plain one."""
+    """A batch of this description, made of `leaves`; a user's container class becomes plain."""
     return _unflatten({spec.path: (spec.within, leaves[spec.path]) for spec in specs})
 
 
 def _unflatten(leaves: Mapping[str, tuple[Sequence[str], Any]]) -> Any:
-    """A tree from leaves by path, each with the kinds of its containers: none for those that paths
-    tell, a tuple where all keys are numbers and else a dict."""
+    """The tree of leaves by path, each with the kinds of its containers. A leaf without kinds is in
+    containers that its path implies: a tuple where all keys are numbers, else a dict."""
     levels: dict[str, dict[str, Any]] = {}
     kind = ""
     for path, (kinds, leaf) in leaves.items():
@@ -294,7 +294,8 @@ def bind(
     With a loss, entries without a parameter in forward are left for the loss.
 
     Raises:
-        ModelError: forward needs an argument the batch has not, or the reverse without a loss.
+        ModelError: forward needs an argument that the batch lacks; or, without a loss, the batch
+            has an entry that forward does not take.
     """
     signature = inspect.signature(model.forward)
     parameters = signature.parameters.values()

@@ -54,7 +54,7 @@ OF_VALUES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def still_real(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Real parameters that are still held somewhere, as in a list, and the fake ones for them."""
+    """Pairs of a real parameter that something still holds (a list) and the fake one made of it."""
     return [(real, fake) for known, fake in _MADE.get(model, ()) if (real := known()) is not None]
 
 
@@ -96,9 +96,10 @@ class _Parts:
     """One run of a constructor.
 
     Args:
-        until: when parameters turn fake: "registered", their module "attached", or all "built".
-        room: the bytes that real ones may take at once.
-        why: they must be real.
+        until: when parameters turn fake: when "registered", when their module is "attached", or
+            when the whole model is "built".
+        room: the bytes that real parameters may take at once; None: no limit.
+        why: the reason that they have to be real, for an error.
     """
 
     def __init__(self, until: str, room: int | None = None, why: str = "") -> None:
@@ -111,7 +112,7 @@ class _Parts:
         self.made: dict[int, _Made] = {}
 
     def build(self, factory: Factory) -> nn.Module:
-        """Run it; the caller's random numbers are left as they were."""
+        """Run the constructor; the caller's random numbers are left as they were."""
         instead = self.mode if self.until == "registered" else None
         made_here = on_cpu(instead)
         with torch.random.fork_rng(devices=[]), self._registering(), constructing(), made_here:
@@ -172,7 +173,7 @@ class _Parts:
 
 
 def _check_kind(name: str, parameter: nn.Parameter) -> None:
-    """Refuse a parameter whose class has a say in what torch computes of it."""
+    """Refuse a parameter of a class that overrides torch's functions."""
     for kind in type(parameter).__mro__:
         if kind.__module__.startswith("torch."):
             return
@@ -231,14 +232,14 @@ class _OnCPU(TorchFunctionMode):
 
 
 _LARGE = 2**26
-"""Bytes of a tensor that is worth a look at what it is for."""
+"""Bytes from which `torch.zeros` is replaced by pages that take no memory until written."""
 
 
 def _zeros(*args: Any, **kwargs: Any) -> Tensor:
-    """As `torch.zeros`, which writes each byte; of large ones the system has pages of zeros that
-    take no memory before they are written. A parameter's never are: it will be fake.
+    """`torch.zeros` without writing the bytes of a large tensor: the system gives pages of zeros
+    that take no memory before they are written. Those of a parameter, which turns fake, never are.
 
-    (Llama 4 makes the first matrices of its experts so, 5 GiB in each layer.)
+    (Llama 4 makes its experts' first matrices by `torch.zeros`, 5 GiB in each layer.)
     """
     if kwargs.get("out") is not None or kwargs.get("pin_memory"):  # memory of another's
         return torch.zeros(*args, **kwargs)
@@ -263,18 +264,18 @@ def on_cpu(instead: AbstractContextManager[object] | None = None) -> Any:
 
 
 def off_gpus() -> TorchFunctionMode:
-    """Within, what code puts on a GPU by its name is on the CPU, where models are traced."""
+    """Within, tensors that code puts on a GPU by name (`.cuda()`) stay on the CPU."""
     return _OnCPU(("cuda",))
 
 
 def fake_copy(model: nn.Module) -> nn.Module:
     """A deep copy whose parameters are fake: real buffers and Python state, no weights.
 
-    Tied parameters stay tied. The copy costs the bytes of the buffers only; one on the meta device,
-    which has no values to copy, is fake too. What cannot be copied: a result that a module keeps
-    between calls, as `nn.utils.weight_norm` does, also in a list, is fake, as is a tensor in the
-    memory of a trained parameter, which changes with it; a scripted function is shared. A hook that
-    closes over a part of the model closes over its copy.
+    Tied parameters stay tied. The copy takes the bytes of the buffers only; a buffer on the meta
+    device, which has no values, becomes fake. Of values that `copy.deepcopy` cannot copy, results
+    that a module keeps between calls (`nn.utils.weight_norm`) become fake, and scripted functions
+    are shared. A tensor in the memory of a trained parameter changes with it, and becomes fake. A
+    hook that closes over a part of the model closes over that part's copy.
 
     Raises:
         ModelError: a part cannot be copied, a generator for example; names the attribute. Or a

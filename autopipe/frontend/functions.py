@@ -4,7 +4,7 @@
     old = layer.forward                                                 so does a forward that calls
     layer.forward = lambda x: old(2 * x)                                the one before
 
-A copy of the model has copies that hold its own parts; what the model does not hold, they share.
+A copied model has copies of such functions, which hold its own parts; other values are shared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HeldFunctions:
     """The functions of a model that may hold parts of it.
 
     Args:
-        memo: what `copy.deepcopy` is given, with what has been copied already.
+        memo: the memo of `copy.deepcopy`, in which copies of the functions are put.
     """
 
     def __init__(self, model: nn.Module, memo: dict[int, Any]) -> None:
@@ -35,7 +35,7 @@ class HeldFunctions:
         memo |= {number: _with_empty_cells(own) for number, own in self._found.items()}
 
     def close(self) -> None:
-        """Let the copies hold copies; the model has been copied, and the memo has all its parts."""
+        """Put the copied parts into the copied functions, once the whole model is in the memo."""
         for number, function in self._found.items():
             made = cast(FunctionType, self._memo[number])
             for cell, old in zip(made.__closure__ or (), function.__closure__ or (), strict=True):
@@ -54,7 +54,7 @@ class HeldFunctions:
                         self._look_in([*_cells(one), *(one.__defaults__ or ())])
 
     def _copied(self, value: Any) -> Any:
-        """The copy of a part of the model, or of what is around one; else the value."""
+        """The copy of a part of the model, or of a value that holds one; else the value itself."""
         if id(value) in self._memo:
             return self._memo[id(value)]
         if isinstance(value, MethodType) and id(value.__self__) in self._memo:
@@ -68,7 +68,7 @@ class HeldFunctions:
         return _another(value, self._memo)
 
     def _with_copies(self, value: Any) -> Any:
-        """A list, a tuple or a dict like this one, of the copies of what is in it."""
+        """A copy of a list, a tuple or a dict, with copies of its entries."""
         made: Any = copy.copy(value)
         if isinstance(value, tuple):
             made = tuple(map(self._copied, value))
@@ -81,7 +81,7 @@ class HeldFunctions:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """A value, or those of a dict, a list or a tuple, as hooks are in one."""
+    """The values in a dict, a list or a tuple (hooks are in a dict); of anything else itself."""
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, list | tuple):
@@ -107,7 +107,7 @@ def _with_empty_cells(function: FunctionType) -> FunctionType:
 
 
 def _another(value: Any, memo: dict[int, Any]) -> Any:
-    """An iterator at the same place, what removes the hook of the copy's; or the value."""
+    """A copy of an iterator at its place, or of a hook's handle; anything else as it is."""
     if isinstance(value, torch.utils.hooks.RemovableHandle):
         return copy.deepcopy(value, memo)
     if isinstance(value, Iterator):

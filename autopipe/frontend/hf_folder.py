@@ -2,16 +2,16 @@
 
 config.json --AutoConfig--> configuration --architectures[0]--> model(), without its weights
                                           --what it is for----> inputs(batch_size)
-*.safetensors beside it ------------------------------------> weights, where `run` starts from: by
-                                                              their names or, if transformers
-                                                              renames or stacks them, by it
+*.safetensors beside it ------------------------------------> the weights that `run` starts from,
+                                                              read by name or, if transformers
+                                                              renames or stacks them, by that
 
     ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM       tokens, which are the labels too
     ...ForConditionalGeneration with words alone         tokens, and labels
     ...ForSequenceClassification                         tokens, and a class a row
     ...ForImageClassification                            an image, and a class a row
 
-`hf:FOLDER?length=4096` says how many tokens a row has. No code of the folder's own is run.
+`hf:FOLDER?length=4096` gives rows of 4096 tokens. Code in the folder is never run.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ Batch = dict[str, Tensor]
 
 
 def as_module(source: str) -> SimpleNamespace:
-    """The functions that a model file would define, and the folder of the weights, or None.
+    """A namespace of the functions that a model file would define, and the weights' folder or None.
 
-    `loaded` builds the model with these, whole.
+    Its function `loaded` builds the whole model with its weights.
 
     Args:
         source: `hf:FOLDER` or `hf:FOLDER?length=TOKENS`.
 
     Raises:
-        ModelError: transformers is not there; there is no such folder, or it holds no configuration
-            that transformers can read; nothing is known of what the model takes.
+        ModelError: transformers is not installed; the folder is missing or has no configuration
+            that transformers can read; or the inputs of the model's class are not known.
     """
     folder, length = _parsed(source)
     transformers, config = _configuration(folder)
@@ -97,10 +97,10 @@ def as_module(source: str) -> SimpleNamespace:
 
 
 def lacks(folder: Path, model: Callable[[], nn.Module]) -> bool:
-    """Whether a tensor of a model has none of its names in the weights of a folder.
+    """Whether a folder's weights lack a tensor of the model under all of its names.
 
-    So it is where transformers renames or stacks tensors as it reads them: experts one by one, or
-    a body without its head's prefix.
+    They do where transformers renames or stacks tensors as it reads them: experts that are stored
+    one by one, or a body that is stored without its head's prefix.
     """
     stored: set[str] = set()
     for path in folder.glob("*.safetensors"):
@@ -116,7 +116,7 @@ def lacks(folder: Path, model: Callable[[], nn.Module]) -> bool:
 
 
 def meant(path: Path) -> str | None:
-    """What to name instead of a folder of transformers' that was named as a path."""
+    """The hint for a transformers folder that was given without `hf:`."""
     return f"{SCHEME}{path} names a folder of transformers'" if _has_config(path) else None
 
 

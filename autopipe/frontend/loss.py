@@ -1,12 +1,12 @@
-"""Find what a step minimises in a model's or a loss's result: one scalar, or a sum and a count.
+"""Find the loss in the result of a model or of a loss function: a scalar, or a sum and a count.
 
     a scalar tensor                        a mean over the rows of its micro-batch
     SumCount(sum, count)                   a sum, divided by the count of the whole batch
     (scalar, integers counted)             the same: a tensor of integers without gradient, an int
     forward's (scalar, tensors ...)        the scalar: a loss and what it was made from
-    an object or a dict with a loss        that
+    an object or a dict with a loss        its loss
 
-Any other pair is ambiguous and refused: to divide one by the other might change the user's loss.
+Any other pair is ambiguous and refused: dividing one by the other might change the user's loss.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _read(value: Any, whose: str, place: str, hint: str | None) -> Tensor | SumC
 
 
 def _way_out(value: Any) -> str:
-    """What makes a loss of a thing that is none."""
+    """The hint for a result that is no loss."""
     if isinstance(value, Tensor):
         return "return its mean over the rows: .mean()"
     if isinstance(value, int | float):
@@ -181,7 +181,7 @@ def plain_tree(outputs: Any) -> Any:
 
 
 def used_by(loss: object) -> Iterator[object]:
-    """A loss, and what it uses: functions and modules that stand in its file, or that it holds.
+    """A loss, and the functions and modules that it uses: those of its file, and those it holds.
 
     criterion = Criterion()
     loss = lambda outputs, batch: criterion(outputs, batch["y"])      the function, the module
@@ -205,8 +205,8 @@ def used_by(loss: object) -> Iterator[object]:
 def note_lines(loss: Loss | None) -> None:
     """Have torch.export note the lines of a loss, and of functions of its file that it calls.
 
-    By itself export notes the lines of functions that are called `forward`. It is told of others
-    by `annotate_fn`; older releases of torch know of none.
+    By itself export notes lines only in functions named `forward`. `annotate_fn` adds others;
+    older releases of torch lack it.
     """
     told = getattr(torch.fx.traceback, "annotate_fn", None)
     called = inspect.getattr_static(type(loss), "__call__", None)  # of an object of a user's class

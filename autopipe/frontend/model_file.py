@@ -56,8 +56,8 @@ class ModelFile:
     """The functions of a model file; an error in one of them names the user's line.
 
     `called` is False if `batches` is a list or a DataLoader; `length` is its number of batches, if
-    known. `by_name` is the optimizer if it takes names with parameters. `weights` is the folder to
-    start from, if the source holds them. `max_grad_norm` limits the norm of all gradients together.
+    known. `by_name` is the optimizer if it takes names with parameters. `weights` is the folder of
+    weights to start from, if the source has one; `loaded` then builds the model with them.
     """
 
     source: str
@@ -78,9 +78,9 @@ class ModelFile:
     loaded: Callable[[], nn.Module] | None = None
 
     def start(self) -> tuple[Callable[[], nn.Module], Path | None]:
-        """What builds the model of a run, and the weights that ranks read, each its own part.
+        """The function that builds a run's model, and the weights of which a rank reads its part.
 
-        Where these have not the model's names, `loaded` builds it with them, whole on each rank.
+        If the weights have other names than the model, `loaded` builds it whole on each rank.
         """
         if self.weights is None or self.loaded is None:
             return self.model, self.weights
@@ -135,8 +135,8 @@ class ModelFile:
         return f"batches({batch_size}{part})"
 
     def iterable(self, batch_size: int, shard: int, num_shards: int) -> Any:
-        """What the file's `batches` gives for an epoch, which should be an iterable; None: it has
-        no `batches`."""
+        """The result of the file's `batches` for an epoch, which should be an iterable; None: there
+        is no `batches`."""
         if self.batches is None:
             return None
         part = {"shard": shard, "num_shards": num_shards} if self.sharded else {}
@@ -156,7 +156,7 @@ class ModelFile:
         If `sharded`, each replica gets its own rows; otherwise every rank gets whole batches.
 
         Args:
-            iterable: what `iterable` has given; None: it is asked for.
+            iterable: the result of `self.iterable`, if the caller has it.
         """
         if self.batches is None:
             for step in range(sys.maxsize):
@@ -239,7 +239,7 @@ def load(source: str) -> ModelFile:
 
 
 def _module(source: str) -> tuple[Any, str]:
-    """What holds a source's functions, and the name of the one that builds the model."""
+    """The module with a source's functions, and the name of the one that builds the model."""
     if source.startswith(hf_folder.SCHEME):
         return hf_folder.as_module(source), "model"
     if source.endswith(".onnx"):
@@ -280,7 +280,7 @@ _RESULTS = {
 
 
 def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) -> Any:
-    """Check what a user's function gives, and name the line of its errors; models are on a CPU."""
+    """Wrap a user's function: check its result, name the line of its errors, build on the CPU."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with user_lines.told(what), off_gpus() if gives in (None, "nn.Module") else nullcontext():
@@ -317,7 +317,7 @@ def _by_path(path: Path) -> ModuleType:
 
 
 class _FromText(SourceFileLoader):
-    """Loads a file from its text: byte code of an edit in the same second would look as new."""
+    """Loads a file from its text: byte code from before an edit in the same second looks new."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)

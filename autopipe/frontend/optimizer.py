@@ -1,4 +1,4 @@
-"""Make an optimizer from a name or a user's function, and measure what it holds and steps apart."""
+"""Make an optimizer from a name or a function; measure its state, and how it couples parameters."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def optimizer_named(optimizer: str | MakeOptimizer) -> MakeOptimizer:
 
 
 def stepped_apart(make: MakeOptimizer) -> str:
-    """The smallest thing that an optimizer changes by its gradient alone.
+    """The smallest unit that an optimizer steps independently of all others.
 
-    Two parameters are stepped together, and then one of them alone, whole or in halves of its rows
-    or columns: ranks have such parts of it under ZeRO and tensor parallelism.
+    Two parameters are stepped together, and then one of them alone: whole, or in halves of its rows
+    or columns, as ranks have it under ZeRO and tensor parallelism. Equal changes mean independence.
 
     Returns:
         `ELEMENT`, `TENSOR` or `MODEL`.
 
     Raises:
-        AutopipeError: it cannot step them.
+        AutopipeError: the optimizer cannot step them.
     """
     try:
         return _stepped_apart(make)
@@ -110,7 +110,7 @@ def _change(
     other: Tensor,
     others: Sequence[Tensor | None] = (None,) * len(SCALES),
 ) -> Tensor:
-    """What steps change in a parameter, beside another one with gradients or without."""
+    """The change that steps make in a parameter, beside another one with or without gradients."""
     own, second = nn.Parameter(value.clone()), nn.Parameter(other.clone())
     optimizer = make([own, second])
     for mine, theirs in zip(gradients, others, strict=True):
@@ -146,18 +146,18 @@ def refuse_others(
     optimizer: torch.optim.Optimizer,
     named: Iterable[Named],
 ) -> None:
-    """Refuse a rank's optimizer that has other settings for a parameter than the whole model's.
+    """Refuse a rank's optimizer whose settings for a parameter differ from the whole model's.
 
-        first, *rest = parameters      each rank has a first one, and the model another
+        first, *rest = parameters      the first parameter of a rank is not the model's first
 
     Args:
-        make: as a user's file has it.
-        whole: shape and dtype of all trained parameters of the model, in its order.
-        optimizer: this rank's.
+        make: the user's function.
+        whole: shape and dtype of all trained parameters of the model, by name and in order.
+        optimizer: this rank's optimizer.
         named: the parameters that it was made of.
 
     Raises:
-        ModelError: names the first such parameter.
+        ModelError: names the first such parameter and both settings.
     """
     everyone = [
         (name, nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta")))
@@ -183,7 +183,7 @@ def refuse_others(
 def _settings(
     optimizer: torch.optim.Optimizer, named: Iterable[Named]
 ) -> dict[str, dict[str, str] | None]:
-    """What an optimizer has for each parameter, as text; None: it does not change that one."""
+    """An optimizer's settings for each parameter, as text; None: it does not change that one."""
     of = {
         id(parameter): {key: str(one) for key, one in group.items() if key not in _MEMBERS}
         for group in optimizer.param_groups
@@ -196,7 +196,7 @@ _MEMBERS = "params", "param_names"
 
 
 def _unlike(found: dict[str, str] | None, other: dict[str, str] | None) -> str:
-    """The settings of one that another has not."""
+    """The settings in one text that differ in another."""
     if found is None:
         return "no group"
     return ", ".join(f"{k}={v}" for k, v in found.items() if other is None or other.get(k) != v)
@@ -214,10 +214,10 @@ def without_names(optimizer: Callable[[Iterable[Named]], torch.optim.Optimizer])
 
 
 def check_norm(found: Any, what: str) -> float:
-    """A norm that gradients can be clipped to; `what` it was called.
+    """Check a norm to which gradients are to be clipped; `what` is its name in the error.
 
     Raises:
-        ModelError: it is none.
+        ModelError: it is no positive number.
     """
     if isinstance(found, int | float) and found > 0:
         return found
@@ -225,7 +225,7 @@ def check_norm(found: Any, what: str) -> float:
 
 
 def max_grad_norm(module: Any, source: str) -> float | None:
-    """That of a model file, if it has one.
+    """The `max_grad_norm` of a model file, if it has one.
 
     Raises:
         ModelError: as `check_norm`.

@@ -1,4 +1,4 @@
-"""What torch and transformers say on their own account is kept back; the user's code is heard.
+"""Suppress warnings and logs of torch and transformers, and keep those of the user's code.
 
                            in a whole command           while a model is built or traced
     warnings of Python     those of the user's files    those of the user's files, once, at the end
@@ -6,8 +6,8 @@
     torch's C++ notes      errors only
     print                                               on stderr: stdout is a command's result
 
-torch's notes are such as `NNPACK` or `Redirects are currently not supported`. `--debug` shows what
-a whole command keeps back. Neither library is imported here.
+torch's notes are about `NNPACK` or `Redirects are currently not supported`. `--debug` shows all
+that a command suppresses. Neither library is imported here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SETTINGS = {
 
 @contextmanager
 def command_hushed() -> Iterator[None]:
-    """In the block, and in the processes that are started in it; it may import the libraries."""
+    """Suppress within the block, and in processes started there; the block may import libraries."""
     added = {name: value for name, value in _SETTINGS.items() if name not in os.environ}
     shows = warnings.showwarning
 
@@ -59,7 +59,7 @@ def command_hushed() -> Iterator[None]:
 
 @contextmanager
 def libraries_hushed(*, heard: bool) -> Iterator[None]:
-    """In the block; after it the warnings of the user's code are given, under the caller's filters.
+    """Suppress within the block; after it give the user's warnings, under the caller's filters.
 
     In the block no filter makes a library's warning an error.
 

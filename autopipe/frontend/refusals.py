@@ -1,9 +1,9 @@
 """The errors for a model that cannot be traced, each with the user's line and a hint.
 
-raised by the model's own code      it fails on two rows, as it would without autopipe
-raised by a step of the model       on a batch that no rank could train on
-rows that are no symbol any more    the line that fixes their number
-anything else, while it is traced   the line, and that values are not known there
+raised by the model's own code      it fails on two rows, and would without autopipe
+raised by a step of the model       no rank could train on the batch
+rows fixed to one number            the line that fixes it
+anything else during the trace      the line, and that values are not known there
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ _DTYPES_DIFFER = re.compile(
 
 
 def dtypes_differ(error: Exception) -> bool:
-    """Whether a model raises an error since dtypes do not go together."""
+    """Whether an error says that dtypes do not go together."""
     return _DTYPES_DIFFER.search(str(error)) is not None
 
 
 def on_every_rank(error: Exception, *, cpu: bool = False) -> ModelError | None:
-    """The error for a model that no rank could train, from what one step of its own raises; None:
-    another machine may do better, one with a kernel that this processor lacks.
+    """The error for a model whose own step fails on every rank, from the exception of that step;
+    None: a rank may have a kernel that this processor lacks.
 
     Args:
         cpu: whether ranks run on processors too.
@@ -117,7 +117,7 @@ def on_every_rank(error: Exception, *, cpu: bool = False) -> ModelError | None:
 
 
 def fails_by_itself(error: Exception) -> ModelError:
-    """The error for a model that plain PyTorch cannot train on a batch, from what that raises."""
+    """The error for a model that plain PyTorch cannot train on a batch, from its exception."""
     return on_every_rank(error, cpu=True) or ModelError(
         f"{_at(error)}in plain PyTorch too the model raises {_told(error)}",
         hint="does a step of it go well in one process, on all rows of inputs(batch size)?",
@@ -125,7 +125,7 @@ def fails_by_itself(error: Exception) -> ModelError:
 
 
 def written_over(what: str) -> ModelError:
-    """The error for a tensor that autograd has saved and that is another one in backward."""
+    """The error for a tensor that was saved for backward and then written in place."""
     return ModelError(
         f"the model or its loss writes in place over a tensor that backward needs: {what}",
         hint="make a new tensor there: x = x + y, and not x.add_(y) or x += y; loss.backward() "
@@ -134,14 +134,14 @@ def written_over(what: str) -> ModelError:
 
 
 def as_saved(tensor: Tensor, written: int) -> Tensor:
-    """A tensor that was saved through hooks, whose versions torch does not check.
+    """A tensor that was saved through hooks, checked here since torch does not check its version.
 
     Args:
-        tensor: it, or an alias by `detach`.
+        tensor: the saved tensor, or an alias by `detach`.
         written: its `version` when it was saved.
 
     Raises:
-        ModelError: it was written in place since.
+        ModelError: the tensor was written in place since.
     """
     if version(tensor) != written:
         raise written_over(
@@ -152,7 +152,7 @@ def as_saved(tensor: Tensor, written: int) -> Tensor:
 
 
 def in_a_trace(error: Exception, loss: Callable[..., Any] | None) -> CaptureError:
-    """The error for code that runs on real values and fails on a trace's values."""
+    """The error for code that runs on real tensors and fails on a trace's tensors."""
     if isinstance(error, DynamicOutputShapeException):
         return depends_on_values(user_lines.of_error(error))
     outside = _OUTSIDE.search(str(error))
@@ -203,15 +203,14 @@ class _Conditions(logging.Handler):
         self.found: list[tuple[str, str, list[FrameType]]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Whoever asks is on the stack."""
+        """Note the user's line, which is on the stack."""
         frames = [frame for frame, _ in traceback.walk_stack(None)]
         self.found.append((record.getMessage(), user_lines.here(), frames[::-1]))
 
 
 def line_that_fixes_rows(run: Callable[[], object]) -> tuple[str, Sequence[FrameType]]:
-    """The user's line at which the trace made by `run` fixes the number of rows; "" if unknown.
-
-    And the frames there.
+    """The user's line at which the trace made by `run` fixes the number of rows ("" if unknown),
+    and the frames there.
 
     torch logs each condition on sizes: a number that replaces the symbol, or a remainder that must
     be 0.
@@ -244,7 +243,7 @@ _FIXING = tuple(
 
 
 def reason(error: Exception) -> str:
-    """What an exception says, in a line with the user's place."""
+    """An exception's message as one line, with the user's place."""
     place = user_lines.of_error(error)
     return _told(error) + (f" at {place}" if place else "")
 

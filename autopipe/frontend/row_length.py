@@ -38,7 +38,7 @@ def length_of(specs: Sequence[InputSpec]) -> int | None:
 
 
 def length_in(specs: Sequence[InputSpec], leaves: Mapping[str, Any]) -> int | None:
-    """Tokens of a row in a batch that is described so, but for its length; None: it has none."""
+    """Tokens of a row in a batch of this description, whatever its length; None: no sequence."""
     found = _of_tokens(specs)
     if found is None:
         return None

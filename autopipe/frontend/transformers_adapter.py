@@ -1,4 +1,4 @@
-"""All that autopipe knows of the library transformers, which is not loaded unless a model has.
+"""All that autopipe knows of the library transformers; only a user's model imports the library.
 
 without_cache     a block in which models fill no cache of keys and values
 eager_branches    a block in which models take under a trace the branches of eager
@@ -57,10 +57,9 @@ _ASKED_WHILE_TRACING = (
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Within, turn off the key-value cache in the configurations of a model.
 
-    It is on by default. No loss depends on the cache, and it holds a copy of all keys and
-    values until backward. Without it the loss is the same, to the bit where a kernel does
-    attention; products of matrices may round otherwise on keys with other strides (T5). A caller
-    who passes `use_cache` still gets one.
+    The cache is on by default, and holds a copy of all keys and values until backward. No loss
+    depends on it: without it the loss is the same to the bit if a kernel computes attention, else
+    to rounding, as keys have other strides (T5). A caller who passes `use_cache` still gets one.
     """
     with ExitStack() as until:
         for config in map(_config, model.modules()):
@@ -81,12 +80,13 @@ def _config(module: nn.Module) -> Any:
 def eager_branches() -> Iterator[None]:
     """Within, make the library take its eager branches although a trace runs.
 
-    Under a trace it builds whole masks where eager passes `is_causal=True`: the same values, but
-    another program (9 % more bytes saved for backward on llama, no flash kernel). Its
-    code of experts is told that a trace runs, as in fp32 eager's matmul of theirs has no fake
-    version; so is the cache of tables by their sizes (DETR), as a size under a trace is no key. Its
-    CTC loss selects labels by a mask; `opaque_ops.of_labels` computes the same of labels in their
-    rows.
+    Under a trace the library builds whole masks where eager passes `is_causal=True`: the same
+    values by another program (9 % more bytes saved for backward on llama, no flash kernel).
+
+    Two parts are still told that a trace runs: experts, whose eager matmul in fp32 has no version
+    for fake tensors; and a cache of tables by size (DETR), since a size in a trace is no key. The
+    library's CTC loss selects labels by a mask; it is replaced by `opaque_ops.of_labels`, which
+    gives the same for labels in their rows.
     """
     with ExitStack() as until:
         losses = getattr(sys.modules.get(_LOSSES), "LOSS_MAPPING", {})
@@ -103,7 +103,7 @@ def eager_branches() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _asking(loaded: int) -> tuple[tuple[ModuleType, str], ...]:
-    """Modules of the library, and the functions in them that say whether a trace runs.
+    """Modules of the library, each with its functions that answer whether a trace runs.
 
     Args:
         loaded: how many modules are loaded: several thousand, too many to look through each time.

@@ -1,15 +1,15 @@
-"""Parameters that a constructor makes and never writes: they are whatever their memory held.
+"""Find tensors of a model whose values nobody has written, or which planning cannot know.
 
     self.projection = nn.Parameter(torch.empty(64, 64))      and no nn.init after it
 
-In one process that is a bad start, and on several ranks it is another weight on each: nothing that
-compares two of them can be right. torch can write nan where it would leave memory as it is; what is
-nan after that, nobody has written.
+Such a parameter has the values that its memory held: a bad start in one process, and different
+weights on each rank. To find it, torch fills new memory with nan (`marked`): a parameter that is
+still nan after the constructor was never written.
 
-A module that `model()` gives a second time has none of its values either.
+A module that `model()` returns a second time has lost its values too (`refuse_again`).
 
-While a model is planned its parameters have no values, nor has what a constructor makes of them
-(`OfWeights`).
+While a model is planned its parameters have no values, nor have tensors that a constructor computes
+from them (`OfWeights`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HINT = (
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """Within, memory that is made and not written is nan, where its dtype has one."""
+    """Within, new memory is filled with nan, if its dtype has one."""
     algorithms = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic  # whose one attribute no type checker knows
@@ -57,8 +57,8 @@ def with_numbers(
     """Build a model; give parameters that it does not write small random numbers.
 
     Args:
-        read: the names of those that the model computes with.
-        say: receives a line for each of these. A run may have values for it from elsewhere.
+        read: the names of the parameters that the model computes with.
+        say: receives a line for each such parameter: a run may load its values.
     """
     with marked():
         model = factory()
@@ -72,10 +72,10 @@ def with_numbers(
 
 
 def refuse(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse the first of these parameters, made while `marked`, that is not written.
+    """Refuse parameters, made while `marked`, that were not written.
 
     Raises:
-        ModelError: there is one.
+        ModelError: names the first one.
     """
     for name, parameter in parameters.items():
         if _has_nan(parameter):
@@ -83,13 +83,13 @@ def refuse(parameters: Mapping[str, Tensor]) -> None:
 
 
 def refuse_again(model: nn.Module, skeleton: nn.Module) -> None:
-    """Refuse what `model()` gives if it is the module that an earlier call has given.
+    """Refuse a module that an earlier call of `model()` has returned already.
 
     Args:
-        skeleton: that of the earlier call, whose parameters are fake.
+        skeleton: the module of the earlier call, whose parameters are fake by now.
 
     Raises:
-        ModelError: it is the same one, so its parameters have lost their values.
+        ModelError: both are the same object, so its parameters have lost their values.
     """
     fake = {id(parameter) for parameter in skeleton.parameters()}
     for name, parameter in model.named_parameters():
@@ -103,17 +103,17 @@ def refuse_again(model: nn.Module, skeleton: nn.Module) -> None:
 
 
 def refuse_others(model: nn.Module, skeleton: nn.Module, seed: int) -> None:
-    """Refuse a model that keeps other values of its weights than the one that was planned.
+    """Refuse a model whose attributes, computed from its weights, differ from the planned ones.
 
-    self.scale = float(self.layer.weight.norm())     of the weights of seed 0, while it is planned
+    self.scale = float(self.layer.weight.norm())     planned with the weights of seed 0
 
     Args:
-        model: with the weights of this run.
-        skeleton: what was traced, whose constructor has read values of its weights.
-        seed: of the weights of this run.
+        model: the model with the weights of this run.
+        skeleton: the model that was traced; its constructor has read values of its weights.
+        seed: the seed of this run's weights.
 
     Raises:
-        ModelError: names the first such value.
+        ModelError: names the first such attribute.
     """
     for path, module in skeleton.named_modules():
         own = vars(model.get_submodule(path))
@@ -138,7 +138,7 @@ def _numbers(value: object) -> list[int | float | Tensor]:
 
 
 def _same(planned: int | float | Tensor, found: int | float | Tensor) -> bool:
-    """Whether two are equal, nan to nan; a fake tensor is that of a parameter, and is any."""
+    """Whether two values are equal; nan equals nan, and a fake tensor equals everything."""
     one, other = torch.as_tensor(planned), torch.as_tensor(found)
     if is_fake(one):
         return True
@@ -150,7 +150,7 @@ def _same(planned: int | float | Tensor, found: int | float | Tensor) -> bool:
 
 
 def _said(name: str) -> str:
-    """The sentence for one of them."""
+    """The sentence about a parameter that nobody has written."""
     return (
         f"model() makes the parameter {name!r} and writes no values into all of it, as by "
         "torch.empty alone: what its memory held would be its values, others on each rank"
@@ -168,11 +168,11 @@ def _has_nan(parameter: Tensor) -> bool:
 
 
 def of_constructor(func: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a call that a constructor makes of fake parameters.
+    """The arguments for a constructor's call of torch on a fake parameter.
 
-    self.mask = self.weight.new_ones(8)      has values: of the parameter only the dtype goes in
-    self.weight.data = torch.from_numpy(w)   is fake: torch would lay real memory under a fake
-                                             tensor, which no op takes from then on
+    self.mask = self.weight.new_ones(8)      has values: only the parameter's dtype matters
+    self.weight.data = torch.from_numpy(w)   the data become fake: a fake tensor with real memory
+                                             is an argument that no op takes
     """
     fake: Any = args[0] if args else None
     if not isinstance(fake, Tensor) or not is_fake(fake):
@@ -189,14 +189,14 @@ def of_constructor(func: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class OfWeights:
-    """Knows real tensors of a constructor whose values are not those that a user's call gives them.
+    """Finds real tensors of a constructor that have wrong values, as its parameters are fake.
 
     self.anchor = torch.zeros(8, 8)
-    self.anchor.copy_(self.layer.weight)     stays as it was, for the weight has no values
-    self.double = self.anchor * 2            follows from it
+    self.anchor.copy_(self.layer.weight)     wrong: stays zero, for the weight has no values
+    self.double = self.anchor * 2            wrong too
 
-    self.layer = nn.Linear(8, 8)             nothing is drawn for a fake weight
-    self.order = torch.randperm(8)           is drawn too early
+    self.layer = nn.Linear(8, 8)             draws nothing for a fake weight, so that
+    self.order = torch.randperm(8)           draws the numbers that the weight should have had
     """
 
     def __init__(self) -> None:
@@ -205,10 +205,10 @@ class OfWeights:
         self._early = False
 
     def noted(self, func: Any, args: Any, named: Mapping[str, Any], made: Any) -> Any:
-        """What a call of torch gave.
+        """Note a call of torch, and return its result.
 
         Raises:
-            ValueError: it is a value of such a tensor, which is another one.
+            ValueError: the call reads a value of a wrong tensor.
         """
         with no_function_modes():
             given = [*tensors_in((args, named))]
@@ -240,10 +240,10 @@ class OfWeights:
                     self._drawn[storage_key(tensor)] = tensor
 
     def let_go(self, model: nn.Module, mode: Any) -> None:
-        """Let those that a module keeps be fake, as its parameters are. Buffers may be drawn.
+        """Make wrong tensors that a module keeps fake, like its parameters. Drawn buffers may stay.
 
         Raises:
-            ValueError: one is in a list or a dict, or is drawn and in an attribute.
+            ValueError: such a tensor is in a list or a dict, or was drawn and is in an attribute.
         """
         for module in model.modules() if self._drawn else ():
             for name, value in vars(module).items():

@@ -1,5 +1,5 @@
-"""Find the line of the user's own code (`model.py:31`) at which something happened, and tell it;
-and the code itself that stands in a function."""
+"""Find the line of the user's own code (`model.py:31`) at which something happened; turn errors
+there into errors that name it; and list the code objects of a function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
 @cache
 def _around() -> tuple[str, ...]:
-    """The folders of torch, and of what calls autopipe's commands; none is imported for it: the
+    """The folders of torch, and of the programs that call autopipe. None of them is imported: the
     command line starts without torch."""
     found = map(importlib.util.find_spec, ("torch", "typer", "click"))  # some typers have no click
     return tuple(str(Path(s.origin).parent) + os.sep for s in found if s is not None and s.origin)
@@ -35,7 +35,7 @@ def _around() -> tuple[str, ...]:
 
 @cache
 def _is_users(filename: str) -> bool:
-    """Neither torch, nor autopipe, nor the plumbing between them and below."""
+    """Whether a file belongs neither to torch nor to autopipe nor to libraries below them."""
     if filename.startswith("<") or (filename.startswith(_PYTHON) and not _is_installed(filename)):
         return False
     return not filename.startswith((*_around(), _OURS))
@@ -46,10 +46,10 @@ def _is_installed(filename: str) -> bool:
 
 
 def is_own_code(filename: str) -> bool:
-    """Whether a file is the user's own: no library that is installed.
+    """Whether a file is the user's own, and not of an installed library.
 
     Args:
-        filename: as a warning names it, which may be `sys`: a place above all of Python's frames.
+        filename: as a warning names it; `sys` stands for a place above all Python frames.
     """
     return filename != "sys" and _is_users(filename) and not _is_installed(filename)
 
@@ -58,7 +58,7 @@ def here(*, alone: bool = False) -> str:
     """`file:line` of the user's code that is running now; empty if there is none.
 
     Args:
-        alone: without the line of the user's own that has called a library's.
+        alone: without the user's line that has called a library, if the code is a library's.
     """
     stack = traceback.walk_stack(inspect.currentframe())  # without the text of each line
     running = ((frame.f_code.co_filename, line) for frame, line in stack)
@@ -91,8 +91,8 @@ def _with_text(frame: traceback.FrameSummary) -> str:
 
 
 def _called_at(frames: Iterable[traceback.FrameSummary]) -> str:
-    """`, called at model.py:12 `x = self.net(x)``: where the user's own code has called the library
-    that the innermost frame is in; empty if it is in none, or called by a program around autopipe.
+    """`, called at model.py:12 `x = self.net(x)``: the user's line that has called the library of
+    the innermost frame; empty if that frame is in no library, or no user's line has called it.
     """
     own: traceback.FrameSummary | None = None
     calling, library = True, False
@@ -126,7 +126,7 @@ _CALLED = {
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Turn an error of the user's code within the block into a `ModelError` of one sentence."""
+    """Within, an error of the user's code becomes a `ModelError` of one sentence."""
     try:
         yield
     except AutopipeError:
@@ -149,7 +149,7 @@ def told(what: str) -> Iterator[None]:
 
 
 def ran(action: Callable[[], Any], what: str) -> Any:
-    """What an action gives that runs a user's file as a module.
+    """The result of an action that runs a user's file as a module.
 
     Raises:
         ModelError: the file cannot be run; names its line.
@@ -185,7 +185,7 @@ def ran(action: Callable[[], Any], what: str) -> Any:
 
 
 def _missing(error: Exception) -> str | None:
-    """What to do where a file imports what Python does not find."""
+    """The hint for an import that Python does not find."""
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
     return (
@@ -195,7 +195,7 @@ def _missing(error: Exception) -> str | None:
 
 
 def codes_in(code: object) -> Iterator[CodeType]:
-    """The code of a function, and of those within it; none of what is no code."""
+    """The code of a function and of functions inside it; nothing for anything but code."""
     if isinstance(code, CodeType):
         yield code
         for inner in code.co_consts:
