@@ -64,7 +64,7 @@ def options(
         typer.Option("--debug", help="Show where in the code an error arose; of any command."),
     ] = False,
 ) -> None:
-    """Split a PyTorch model nobody prepared over the devices at hand, and run it."""
+    """Split an unmodified PyTorch model over the devices at hand, and run it."""
     console.ask(debug=debug, quiet=quiet)
 
 
