@@ -1,4 +1,4 @@
-"""The bytes that are there at each call of a half of a backward.
+"""Count the bytes that a half of a backward holds at each of its calls.
 
                                     kept, g and x of 8 bytes       one island
     d  = gelu_backward(dy, g)       g x   d                        g x   d
@@ -7,9 +7,10 @@
     da = mul(dx, 2)                         dx da                  g x     dw dx
     db = add(da, 1)                            da db               g x     dw    db
 
-What was kept goes with its last reader, and so does what a backward makes; a parameter's gradient
-is given away where it is made. Compiled, an island (`joint.islands`) has what it is given and what
-it gives until it ends, and what its loops alone make and read, as da, is never there.
+A tensor is freed by its last reader, whether forward has kept it or backward has made it; a
+parameter's gradient is handed over where it is made. A compiled island (`joint.islands`) holds its
+inputs and its results until it ends; a tensor that only its loops make and read, as da, never takes
+memory.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class Half:
     """A half of a backward, or all of it.
 
     Attributes:
-        calls: in their order.
-        kept: bytes of the storages that it is given and lets go of.
-        elsewhere: storages that somebody else counts: states, arguments and their gradients.
-        given_away: those of the parameters' gradients.
-        leaving: storages that are there when it is over.
+        calls: its calls, in order.
+        kept: bytes of each storage that it is given and frees.
+        elsewhere: storages that are counted elsewhere: states, arguments and their gradients.
+        given_away: storages of the parameters' gradients.
+        leaving: storages that are still there at its end.
         compiled: whether islands are compiled; else the calls run one by one.
-        again_alone: whether of what it makes only that counts which has run again.
+        again_alone: whether only results of ops that run again count as made.
     """
 
     calls: Sequence[fx.Node]
@@ -56,7 +57,7 @@ class Half:
         return int((self.there(self.kept) + self.made()).max(initial=0))
 
     def made(self) -> NDArray[np.int64]:
-        """At each call the bytes of what this half has made."""
+        """At each call, the bytes that this half has made by then and still holds."""
         return self.there(self._sizes)
 
     def there(self, sizes: Mapping[int, int]) -> NDArray[np.int64]:
