@@ -1,14 +1,14 @@
-"""Has a graph of ops compiled for the tensors it is called with, by torch's compilers directly.
+"""Compile a graph of ops for the tensors it is called with, by torch's compilers directly.
 
-`torch.compile` reads Python before it compiles, and checks at each call that what it has read still
-holds. Around an island of a stage that took longer than what the island computes, and a graph of
-ops has no Python in it. What may change between its calls is little, and is checked here:
+`torch.compile` reads Python before it compiles, and at each call checks all that it has read. For
+an island of a stage these checks took longer than the island itself, and a graph of ops has no
+Python to check. Only state and looks can change between its calls; they are checked here:
 
     call ──> state and looks as in the last one?  ──> function            a microsecond or two
                       │ no
-                      └─> as in another one? ──> function        of a place of equal code
+                      └─> as in an earlier one? ──> function      of any place with equal code
                                 │ no
-                                └─> compiled for them ──> function
+                                └─> compile for them ──> function
 
 *State* is torch's own: gradients, autocast, deterministic kernels, precision of products, threads.
 *Looks* of a tensor are its shape, strides, dtype, device and class, whether it needs a gradient and
@@ -64,11 +64,11 @@ class CompiledGraph:
         self._compiled: list[_Compiled] = []
 
     def at(self, name: str) -> CallSite:
-        """A place that calls it; in code it goes by this name."""
+        """A new place that calls this graph; stage code refers to it by this name."""
         return CallSite(name, self)
 
     def compiled(self, arguments: Sequence[Tensor]) -> _Compiled:
-        """The function for arguments that look like these, now."""
+        """The function for these arguments' looks and the present state."""
         found = next((made for made in self._compiled if made.fits(arguments)), None)
         if found is None:
             found = _Compiled(self._function(arguments), arguments, self._writes)
@@ -91,16 +91,16 @@ class CompiledGraph:
 
 
 def _like(mode: FakeTensorMode, argument: Tensor) -> Tensor:
-    """A fake tensor of an argument, without its `.grad`, nor that of what it is a view of: of a
-    gradient in another dtype than its parameter's a mode makes none."""
+    """A fake tensor of an argument, made without its `.grad` or that of its base: a fake mode
+    refuses a gradient whose dtype is not its parameter's."""
     return fake_like(mode, argument.detach().requires_grad_(argument.requires_grad))
 
 
 class _Compiled:
     """A function, and what it was compiled for.
 
-    The guards know of no tensor that is given twice: they see each once, and `_repeats` has, of
-    arguments some of which are the same, which.
+    The guards cannot say that two arguments are the same tensor: they see each tensor once, and
+    `_repeats` says which arguments are the same.
     """
 
     __slots__ = ("_looks_same", "_overlaps", "_repeats", "_same_state", "run")
@@ -116,7 +116,7 @@ class _Compiled:
         self._overlaps = overlaps(arguments) if writes else None
 
     def fits(self, arguments: Sequence[Tensor]) -> bool:
-        """Whether state and arguments are what it was compiled for."""
+        """Whether the function was compiled for this state and these arguments."""
         seen: Iterable[Tensor] = arguments
         if self._repeats is not None:
             if self._repeats != _repeats(arguments):
@@ -136,7 +136,7 @@ def _repeats(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class CallSite:
-    """Where a stage's code calls a compiled graph; most of its calls are as the one before."""
+    """A place in a stage's code that calls a compiled graph; most calls are like the one before."""
 
     __slots__ = ("__name__", "__qualname__", "_graph", "_last")
 

@@ -61,7 +61,7 @@ class Half:
         return self.there(self._sizes)
 
     def there(self, sizes: Mapping[int, int]) -> NDArray[np.int64]:
-        """At each call the bytes of those of these storages that are there."""
+        """At each call, the bytes of these storages that exist then."""
         change = np.zeros(len(self.calls) + 1, dtype=np.int64)
         for storage, size in sizes.items():
             first, last = self._stay(storage)
@@ -70,7 +70,7 @@ class Half:
         return change.cumsum()[:-1]
 
     def _stay(self, storage: int) -> tuple[int, int]:
-        """The first call and the last one at which a storage is there."""
+        """The first and the last call at which a storage exists."""
         at, given = self._touched[storage], storage in self.kept
         if storage in self.leaving or not at:
             last = len(self.calls) - 1
@@ -81,7 +81,7 @@ class Half:
         return 0 if given else at[0], last
 
     def _leaves_island(self, storage: int) -> bool:
-        """Whether what a call makes is given to others than those of its island."""
+        """Whether a call of another island reads a call's result."""
         at = self._touched[storage]
         away = storage in self.leaving or storage in self.given_away
         return away or self._island[at[0]] != self._island[at[-1]]
@@ -101,24 +101,24 @@ class Half:
 
     @cached_property
     def _island(self) -> Sequence[int]:
-        """Of each call the number of its island."""
+        """The number of each call's island."""
         return [number for number, part in enumerate(self._parts) for _ in part]
 
     @cached_property
     def _ends(self) -> Sequence[int]:
-        """Of each island the number of its last call."""
+        """The number of each island's last call."""
         return [end - 1 for end in accumulate(map(len, self._parts))]
 
     @cached_property
     def _sizes(self) -> Mapping[int, int]:
-        """The bytes of each storage that this half makes, and that is there."""
+        """The bytes of each storage that this half makes and that takes memory."""
         given = {*self.kept, *self.elsewhere}
         calls = (c for c in self.calls if AGAIN in c.meta or not self.again_alone)
         sizes = {s: n for call in calls for s, n in call.meta[MADE].storages.items()}
         return {s: n for s, n in sizes.items() if s not in given and not self._fused(s)}
 
     def _fused(self, storage: int) -> bool:
-        """Whether no memory is taken: loops of one island make it, and they alone read it."""
+        """Whether a storage takes no memory: only loops of one island make and read it."""
         if not self.compiled or self._leaves_island(storage):
             return False
         return all(self._loops[number] for number in self._touched[storage])

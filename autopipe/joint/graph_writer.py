@@ -1,8 +1,8 @@
 """Write parts of a joint graph as modules that run without autograd.
 
-A view becomes a reshape: it gives the same values whatever the strides of its input. Some kernels
-give other strides than fake tensors have, such as a batch norm on a CPU whose input is transposed,
-and then what was traced as a view has to copy. What is written in place stays a view.
+A view becomes a reshape, which works whatever the strides of its input: some kernels return other
+strides than the fake tensors had (a batch norm on a CPU of a transposed input), and a view of them
+has to copy. A view that is written in place stays a view.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GraphWriter:
     def backward(
         self, given: Sequence[fx.Node], calls: Sequence[fx.Node], *outputs: Sequence[Any]
     ) -> fx.GraphModule:
-        """([*given]) -> outputs; it takes what it is given out of the list, last one first."""
+        """([*given]) -> outputs; the code empties the list of its inputs, the last one first."""
         graph = fx.Graph()
         values = graph.placeholder("values")
         env = {node: graph.call_method("pop", (values,)) for node in reversed(given)}

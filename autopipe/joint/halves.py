@@ -1,4 +1,4 @@
-"""Which calls of a backward its halves are: those that the inputs' gradients need, and the others.
+"""Divide a backward's calls into halves: those that the inputs' gradients need, and the others.
 
     dx = mm(dy, w)            the first half: another stage waits for it
     dw = mm(dy.t(), x)        the second, which is run when there is time
@@ -67,10 +67,10 @@ _OF_BOTH = torch.ops.aten.convolution_backward.default, BACKWARD
 
 
 def _halving(calls: Sequence[fx.Node], first: Collection[fx.Node]) -> list[fx.Node]:
-    """The calls, those of `_OF_BOTH` in the first half made two: input, and weight and bias.
+    """The calls, with each call of `_OF_BOTH` in the first half made two: for input, for weights.
 
-    Their weight's gradient costs as much as their input's. A norm's comes along with its input's:
-    a second call would read the activations again, and hold them until then, for two vectors.
+    There the weight's gradient costs as much as the input's. A norm stays one call: a second one
+    would hold the activations and read them again, for the gradients of two vectors.
     """
     made: list[fx.Node] = []
     for node in calls:

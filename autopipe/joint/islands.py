@@ -1,12 +1,12 @@
-"""Which calls of a graph a compiler makes one function of, and what it fuses in them.
+"""Find the islands of a graph: the calls that a compiler makes one function of.
 
-Some calls have to run as Python: random ones, which seed their generator first; read checks; what
-gathers parameters, or moves to the host and back; ops that no compiler looks into. The calls of one
-block between two of these are an island:
+Some calls have to run as Python: random ones, which seed their generator first; read checks; calls
+that gather parameters or move tensors to the host and back; ops that no compiler looks into. The
+calls of one block between two such calls are an island:
 
     h.0 [norm, linear, attention]  draw(dropout)  h.0 [add, norm, linear, gelu, linear]  draw ...
 
-Within an island what only moves memory becomes kernels with no tensor between their calls.
+Within an island, calls that only move memory are fused into loops, with no tensors between them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ kernel of a library: products, attention, convolutions, sorting."""
 
 
 def islands(calls: Iterable[fx.Node]) -> list[list[fx.Node]]:
-    """Calls in their order, those of an island together and any other alone."""
+    """The calls in order, grouped: those of an island together, any other call alone."""
 
     def place(call: fx.Node) -> object:
         return (call.meta.get(SEGMENT),) if is_compiled(call) else call
@@ -64,7 +64,7 @@ def is_compiled(call: fx.Node) -> bool:
 
 
 def takes(call: fx.Node) -> bool:
-    """Whether a call takes one of another's results."""
+    """Whether a call reads a result of another one."""
     return call.target in (take, operator.getitem)
 
 
@@ -74,7 +74,7 @@ def ops_of(call: fx.Node) -> list[Any]:
 
 
 def is_loop(call: fx.Node) -> bool:
-    """Whether an island's code has a call within its own loops, and not as a kernel of its own."""
+    """Whether a compiler fuses a call into an island's loops, without a kernel of its own."""
     call = maker(call)
     op: Any = call.target
     if getattr(op, "namespace", None) != "aten":

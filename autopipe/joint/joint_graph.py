@@ -140,10 +140,10 @@ def differentiate(
 
 @contextmanager
 def _segments(stage: nn.Module, tape: Tape) -> Iterator[None]:
-    """Within, what a block's forward and backward record has the block's path as its segment.
+    """Within, ops recorded in a block's forward or backward have the block's path as segment.
 
-    Backward is in a block when the gradient of one of its results is complete, and leaves it with
-    that of one of its arguments.
+    Backward enters a block when the gradient of one of its results is complete, and leaves it when
+    that of one of its arguments is.
     """
     entered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -291,7 +291,7 @@ class _Step(nn.Module):
 
 
 def is_of_state(graph: JointGraph, node: fx.Node) -> bool:
-    """Whether a node is a state, its copy, or a view of one: there again whenever it is read."""
+    """Whether a node is a state, a copy of one or a view of one: readable at any time."""
     while node not in graph.states and node not in graph.copies:
         if not views(node.target) or writes(node.target):
             return False
@@ -319,7 +319,7 @@ def bytes_of(nodes: Iterable[fx.Node]) -> int:
 
 
 def called(call: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """The op of a call and its arguments; of a draw those of what is drawn by."""
+    """The op of a call and its arguments; of a random call those of the op that draws."""
     return (call.args[0], call.args[2:]) if call.target is draw else (call.target, call.args)
 
 

@@ -1,12 +1,12 @@
-"""What a block keeps for backward at the least cost: a minimum cut of its graph.
+"""Choose what a block keeps for backward at the least cost, by a minimum cut of its graph.
 
     source ──> made by a product ──bytes──> its value ──> norm ──bytes──> its value ──> sink
                                                                           (if backward reads it)
 
-Of each tensor that backward reads, it or what it is made from is kept, at the least bytes in all
-(Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, state the problem; the cut is
-that of torch.compile's partitioner). What lies behind the cut runs again. Calls may have a price in
-bytes: a further edge from the source, which is cut if any call of its group runs again.
+For each tensor that backward reads, either it is kept or tensors from which it is made again, at
+the least bytes in all (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, state
+the problem; the cut is that of torch.compile's partitioner). Calls behind the cut run again. Calls
+may have a price in bytes: another edge from the source, cut if any call of its group runs again.
 
     source ──price──> group of calls ──> each of them
 
@@ -48,10 +48,10 @@ class Cut:
     """What a block keeps.
 
     Attributes:
-        keeps: the values to keep, those from outside of the block among them.
+        keeps: the values to keep, including values from outside of the block.
         again: the block's calls that run again.
-        paid: the groups of them.
-        sizes: bytes of each value to keep, but for what is kept whatever is chosen.
+        paid: the groups of calls that run again at a price.
+        sizes: bytes of each value to keep, except those that are kept in any case.
     """
 
     keeps: frozenset[fx.Node]
@@ -74,12 +74,12 @@ class Network:
     A view has no bytes of its own: it follows from what it is a view of.
 
     Args:
-        blocked: storages that are written in place: what they hold is another thing later.
-        chains: calls that make a tensor and fill it with noise in place (`joint.noise`).
-        kept: storages that are kept whatever is chosen here.
-        calls: the block's, in their order.
+        blocked: storages that are written in place, and so hold other values later.
+        chains: chains of calls that make noise (`chains`).
+        kept: storages that are kept in any case.
+        calls: the block's calls, in order.
         wanted: the values that backward reads.
-        price: of a call that is no view and writes nothing in place.
+        price: gives the group of a call that is no view and writes nothing in place.
     """
 
     SOURCE, SINK = 0, 1
@@ -144,7 +144,7 @@ class Network:
         )
 
     def _behind(self, capacities: Mapping[_Edge, int]) -> frozenset[int]:
-        """The numbers that lie behind the latest least cut: those that still reach the sink."""
+        """The numbers of nodes behind the latest minimum cut: those that still reach the sink."""
         count = 2 + 2 * len(self._numbers)
         network = csr_array(
             (
@@ -222,12 +222,12 @@ def chains(calls: Iterable[fx.Node]) -> Chains:
         empty_like ── bernoulli_ ── div_ ──┬── mul        dropout on a CPU; one op on a GPU
                                            └── backward
 
-    A tensor that is written in place is another one later, so that what reads it cannot run again.
-    Noise is written by its own chain of calls alone: they run again together, and with them what
-    reads them, as the one op does that they are elsewhere.
+    A tensor that is written in place has other values later, so its readers cannot run again. Noise
+    is written by the calls of its own chain only: these run again together, and then its readers
+    can, as with the single op that the chain is on a GPU.
 
     Args:
-        calls: a joint graph's, forward and backward, in their order.
+        calls: all calls of a joint graph, in order.
     """
     found: dict[fx.Node, tuple[fx.Node, ...]] = {}
     besides: set[int] = set()

@@ -32,13 +32,13 @@ CLOSE = 1e-6
 
 @dataclass(frozen=True)
 class OpLevel:
-    """A way for a block to keep less.
+    """A level of a block: what runs again, and what is then kept.
 
     Attributes:
         again: the groups of calls that run again in backward.
-        seconds: that this takes.
-        kept: bytes that forward keeps, but for what it keeps at any level.
-        fixed: those of them that are as many with more rows.
+        seconds: the seconds of these calls.
+        kept: bytes that forward keeps, without those that it keeps at every level.
+        fixed: the part of `kept` that does not grow with the rows.
     """
 
     again: frozenset[int]
@@ -56,13 +56,13 @@ def levels(
     *,
     least: bool,
 ) -> dict[str, tuple[OpLevel, ...]]:
-    """Of each block by its path the levels, from that at which nothing priced runs again.
+    """The levels of each block, by path; at the first one nothing with a price runs again.
 
     Args:
         needed: the values of forward that backward reads.
-        group: of a call its group; None: the call may not run again.
-        seconds: of each group.
-        fixed: whether a value of forward has as many bytes with more rows.
+        group: gives a call's group; None: the call may not run again.
+        seconds: the seconds of each group.
+        fixed: whether a value's bytes do not grow with the rows.
         least: whether cheap calls run again at no cost, as in a compiled stage.
     """
 

@@ -1,13 +1,13 @@
-"""Which tensors of a stage wait for backward in the host's memory, and where its code moves them.
+"""Find the tensors of a stage that wait for backward in host memory, and add calls to move them.
 
-A *parcel* is what one block of a plan's `offload` makes in forward, reads in forward alone, and
-keeps for backward. It leaves when the block's forward is over, while the blocks after it compute,
-and comes back one parcel ahead of the blocks that read it:
+A *parcel* is the tensors that one block of a plan's `offload` makes in forward and keeps for
+backward. It leaves when the block's forward is over, while the blocks after it compute, and comes
+back one parcel ahead of the blocks that read it:
 
     forward     |  h.0  | send 0  |  h.1  | send 1, 0 has left  |  h.2  | settle: 1 has left
     backward    begin 1  |  h.2  | ready 1, begin 0  |  h.1  | let go 1, ready 0  |  h.0  | let go 0
 
-So at most two parcels are mostly there beside what stays on the device; `most_moving` counts them.
+So mostly at most two parcels are on the device at a time; `most_moving` counts their bytes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Parcel = list[fx.Node]
 
 
 class Offloader(Protocol):
-    """What a stage's code calls; `sent` is what `send` has returned."""
+    """The calls in a stage's code that move parcels; `sent` is the result of `send`."""
 
     def send(self, tensors: Sequence[Tensor]) -> Any:
-        """Begin to copy the storages of a parcel to the host; the one before it has left."""
+        """Begin to copy a parcel's storages to the host, once the parcel before it has left."""
 
     def settle(self) -> None:
-        """Return when all that was sent has left."""
+        """Return when all sent parcels have left the device."""
 
     def begin(self, sent: Any) -> None:
         """Begin to copy a parcel back."""
@@ -113,10 +113,10 @@ def parcel_bytes(parcel: Parcel) -> int:
 
 
 class Parcels(NamedTuple):
-    """How the parcels of a stage stand in its code.
+    """The places of a stage's parcels in the results of forward and the inputs of backward.
 
-    Forward returns their values last; backward is given them after `kept` others. Of each parcel
-    `sizes` has the number of its values, `bytes` those of its storages.
+    Forward returns their values last; backward gets them after `kept` other values. For each parcel
+    `sizes` is the number of its values, `bytes` the bytes of its storages.
     """
 
     kept: int
@@ -145,7 +145,7 @@ def most_moving(forward: fx.GraphModule, backward: fx.GraphModule, parcels: Parc
 
 
 def with_sends(module: fx.GraphModule, parcels: Parcels, offloader: Offloader) -> fx.GraphModule:
-    """A forward whose last results are, in place of the parcels' values, what `send` returned."""
+    """A forward that returns the results of `send` in the place of the parcels' values."""
     values, copying = _returned(module, parcels), _Copying(module, offloader)
     ends = _ends(module, values)
     sent: dict[int, fx.Node] = {}
@@ -162,7 +162,7 @@ def with_sends(module: fx.GraphModule, parcels: Parcels, offloader: Offloader) -
 
 
 def with_fetches(module: fx.GraphModule, parcels: Parcels, offloader: Offloader) -> fx.GraphModule:
-    """A backward that is given what `send` returned in place of the parcels' values."""
+    """A backward that gets the results of `send` in the place of the parcels' values."""
     values, copying = _given(module, parcels), _Copying(module, offloader)
     calls: dict[int, list[tuple[Callable[..., Any], int]]] = defaultdict(list)
     for part, call, unit in events(_stays(module, values)):
@@ -256,7 +256,7 @@ def _is_pop(node: fx.Node) -> bool:
 
 
 def _parts(module: fx.GraphModule) -> list[list[fx.Node]]:
-    """Consecutive nodes that compute, of one block or of none, once all that is given is there."""
+    """Runs of consecutive nodes of one block, or of none, after the nodes that unpack inputs."""
     nodes = list(module.graph.nodes)
     given = max((number for number, node in enumerate(nodes) if _is_pop(node)), default=-1)
     computing = (n for n in nodes[given + 1 :] if n.op not in ("placeholder", "get_attr", "output"))
@@ -282,18 +282,18 @@ def _given(module: fx.GraphModule, parcels: Parcels) -> list[Parcel]:
 
 
 def _ends(module: fx.GraphModule, values: Sequence[Parcel]) -> list[int]:
-    """Of each parcel the last part that makes or reads some of it."""
+    """For each parcel, the last part that makes or reads one of its values."""
     return [max(parts) for parts in _touching(module, values)]
 
 
 def _stays(module: fx.GraphModule, values: Sequence[Parcel]) -> list[Stay]:
-    """From which part to which each parcel is read, the first ones first."""
+    """For each parcel, the first and the last part that read it; sorted."""
     found = enumerate(_touching(module, values))
     return sorted(Stay(min(parts), max(parts), unit) for unit, parts in found)
 
 
 def _touching(module: fx.GraphModule, values: Sequence[Parcel]) -> list[list[int]]:
-    """Of each parcel the numbers of the parts that make or read what lies in its storages."""
+    """For each parcel, the numbers of the parts that make or read values in its storages."""
     found: list[list[int]] = [[] for _ in values]
     owner = {storage: unit for unit, parcel in enumerate(values) for storage in storages(parcel)}
     for number, part in enumerate(_parts(module)):

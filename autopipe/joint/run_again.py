@@ -3,13 +3,13 @@
     x ──norm──> n ──mm──> ...        backward reads n (for the weight of mm) and x (for norm)
                                      kept: x;  runs again: norm
 
-Of a compiled stage what only moves memory (pointwise ops, norms, softmax, copies) may run again;
-products of matrices, attention, random draws and collectives only where a plan asks for it
-(`ASKED`); what is written in place never, unless it is noise (`joint.noise`). Which tensors to
-keep is a minimum cut (`joint.least_cut`).
+In a compiled stage, ops that only move memory (pointwise ops, norms, softmax, copies) may run
+again; matrix products, attention, random draws and collectives only if a plan asks for it
+(`ASKED`); ops on tensors that are written in place never, unless the tensor is noise. The tensors
+to keep are found by a minimum cut (`joint.least_cut`, which defines noise).
 
-A block's ops run again from tensors that stand in that block, so that no chain of residual sums
-leads back through the whole stage, and what runs again is alive for one block at a time.
+A block's ops run again from tensors of that block only: no chain of residual sums leads back
+through the whole stage, and results of such ops live for one block at a time.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def held(
 
 @dataclass(frozen=True)
 class Division:
-    """What goes where, as `Joint` has it; `first` and `second` are the calls of the halves.
+    """A joint graph's nodes divided as in `Joint`; `first` and `second` are the halves' calls.
 
     The values of `parcels` wait in the host's memory, and are not in `saved`.
     """
@@ -253,7 +253,7 @@ class Division:
 
     @cached_property
     def halves(self) -> tuple[Half, Half]:
-        """The two halves, each with the bytes that it lets go of.
+        """The two halves, each with the bytes that it frees.
 
         If they are not compiled, what they make counts as autograd's does, of which nobody looks at
         every call: what runs again, here; the largest of the rest by `planners.costs.stage_memory`.
@@ -278,7 +278,7 @@ def _sizes(nodes: Iterable[fx.Node]) -> dict[int, int]:
 
 
 def divide(graph: JointGraph, wanted: Wanted) -> Division:
-    """What goes where in a joint graph."""
+    """Divide a joint graph's nodes between forward and the halves."""
     assert not (wanted.halves and wanted.offload), "refused where it is asked for"
     weights = list(graph.of_parameters.values())
     if wanted.halves:

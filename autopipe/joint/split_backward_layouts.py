@@ -99,7 +99,7 @@ def _layouts(
 
 
 def seeds_of_loss(graph: Graph, place: torch.device | str = "cpu") -> list[Layout | None]:
-    """Of each of a graph's results the layout of its gradient: the loss has one, and is first."""
+    """The layout of each result's gradient: the loss, a graph's first result, alone has one."""
     loss = graph.outputs[0]
     assert isinstance(loss, Ref), "a loss is made by a node"
     return [Layout.dense((), graph.spec(loss).dtype, place), *[None] * (len(graph.outputs) - 1)]
@@ -107,7 +107,7 @@ def seeds_of_loss(graph: Graph, place: torch.device | str = "cpu") -> list[Layou
 
 @dataclass(frozen=True)
 class JointDryRun:
-    """What the joint graphs of stages hold; equal stages are looked at once.
+    """Measures the bytes that joint graphs of stages hold; equal stages are measured once.
 
     Args:
         rows: of a micro-batch.
@@ -148,9 +148,10 @@ class JointDryRun:
         )
 
     def alone(self, stage: Stage) -> Rehearsal | None:
-        """The dry run of the only stage, which its joint graph tells alone; None: it has none.
+        """The dry run of a graph with one stage, from its joint graph; None: it has none.
 
-        No tensor comes from another stage, in a layout that autograd's run would have to show.
+        No run under autograd is needed, since no tensor comes from another stage in a layout that
+        only that run would show.
 
         Raises:
             PlanError: a block to recompute cannot be recomputed with equal results.
@@ -171,7 +172,7 @@ class JointDryRun:
         )
 
     def _of(self, stage: Stage, rehearsal: Rehearsal, *, last: bool) -> Held | None:
-        """What a stage's joint graph holds; None: it has none."""
+        """The bytes that a stage's joint graph holds; None: it has none."""
         graph, blocks, rows, precision = self.graph, self.blocks, self.rows, self.precision
         own = within(graph, stage, blocks, self.recompute)
         kind = kind_of(graph, stage, blocks, own, last=last)
@@ -203,13 +204,13 @@ class JointDryRun:
 def check_offload(
     graph: Graph, stage: Stage, blocks: Sequence[Block], offload: Collection[str]
 ) -> tuple[int, ...]:
-    """Which of a stage's blocks offload what they keep, by their numbers in it.
+    """The numbers of a stage's blocks that offload.
 
     Args:
         offload: paths of blocks, of any stage.
 
     Raises:
-        PlanError: one is called more than once; its calls are not told apart.
+        PlanError: such a block is called more than once; its calls cannot be told apart.
     """
     there = within(graph, stage, blocks, [block.path for block in blocks])
     calls = Counter(block.module for block in blocks)
@@ -226,7 +227,7 @@ def check_offload(
 def check_offload_there(
     graph: Graph, stage: Stage, blocks: Sequence[Block], offload: Collection[str]
 ) -> None:
-    """Refuse blocks that a plan has a stage offload, and that are none of the stage's.
+    """Refuse blocks of a plan's offload that the stage does not have.
 
     Raises:
         PlanError: names the first of them.
@@ -240,7 +241,7 @@ def check_offload_there(
 
 
 def cannot_offload(stage: Stage) -> PlanError:
-    """The refusal of a stage whose blocks are to offload, and which autograd has to run."""
+    """The error for a stage whose blocks should offload although autograd has to run it."""
     return PlanError(
         f"stage {stage.index}: its blocks are to offload what they keep, and it has an op whose "
         "backward is no graph, so that autograd alone knows what it keeps",

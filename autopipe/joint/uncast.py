@@ -1,14 +1,14 @@
 """A parameter's gradient as it is made, before it is cast to the parameter's dtype.
 
-A step's copies of parameters in 16 bits are made before all else, so autograd casts their gradients
-after all else: until then all are there, and then all of them twice.
+A step's 16-bit copies of parameters are made first, so autograd casts their gradients last: until
+then all 16-bit gradients exist, and then all of them in two dtypes.
 
     autograd      dw2 (bf16) ... dw1 (bf16) ... dw2.float(), dw1.float()
     here          dw2 (bf16)        added to its sum, gone
                                 ... dw1 (bf16)        added to its sum, gone
 
-Whoever adds a gradient to its sum casts it, one at a time. A copy of a parameter that is of 16 bits
-itself is a view of it, and its gradient is one of the gradient, at the same late place.
+Here each gradient is cast where it is added to its sum, one at a time. (A parameter of 16 bits is
+its own copy, by a view; its gradient is then a view of the gradient at the same late place.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopipe.stages.op_tape import MADE
 
 
 def uncast(gradient: fx.Node) -> fx.Node:
-    """What a gradient is a wider copy of, or all of in the same shape; itself if it is neither."""
+    """The node of which a gradient is a wider copy or a view of equal shape; else the gradient."""
     source = gradient.all_input_nodes[0] if gradient.all_input_nodes else gradient
     if source.op != "call_function" or MADE not in source.meta:
         return gradient

@@ -1,4 +1,4 @@
-"""How a stage's backward is to run, by what a plan says of it."""
+"""Derive from a plan how its stages' backward is to run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Wanted:
     Attributes:
         halves: in two halves, for inputs and for weights; else in one piece.
         least: forward keeps as little as it can without running products again (`run_again`); else
-            all that autograd keeps. What a plan asks for runs again either way.
+            all that autograd keeps. Ops that a plan asks for run again either way.
         offload: paths of the blocks whose kept tensors wait in the host's memory
             (`joint.offload`); not with halves.
     """
@@ -38,10 +38,10 @@ def wanted(
     """How backwards run under a schedule; None: as autograd runs them, in one piece.
 
     Args:
-        halves: whether the schedule has them in two halves.
-        compiled: whether stages are compiled: then the least bytes are kept.
-        by_op: whether single ops run again in them.
-        gathers: whether they gather parameters where they read them (`stages.gathering`).
+        halves: whether the schedule has backwards in two halves.
+        compiled: whether stages are compiled: then forward keeps the least bytes.
+        by_op: whether single ops run again in some backward.
+        gathers: whether stages gather parameters where they read them (`stages.gathering`).
         offload: as `Wanted` has it.
     """
     if halves or compiled or by_op or gathers or offload:

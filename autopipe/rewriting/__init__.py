@@ -1,9 +1,9 @@
 """A traced `Graph`  ->  a graph that computes the same by other ops.
 
-In: the model's graph, whole, and what a plan says is to be done otherwise.
-Out: a graph with a loss in parts of its vocabulary, or with attentions as single ops; what a run
-knows the model by is the graph before. Or a small graph, which counts the labels of a loss.
-Beside it what single ops are elsewhere: on GPUs, of which a rehearsal on a CPU is to tell.
+In: the model's whole graph, and the rewrites that a plan asks for.
+Out: a graph with a loss in parts of its vocabulary, or with attentions as single ops (a plan's
+fingerprint is that of the graph before); or a small graph, which counts the labels of a loss.
+Also here: the ops that a GPU runs in the place of a CPU's, for dry runs that stand for GPUs.
 Never found here: shards, stages, the choice whether to rewrite.
 
 Other rooms use: `loss_in_parts.in_parts`, `.usual_parts`, `logits.heads`, `fused_attention.fused`,

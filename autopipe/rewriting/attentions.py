@@ -4,10 +4,10 @@
     k'──┴─ product ──── mul ── add ── softmax ── to ── dropout ──┐
     v ───────────────────────────────────────────────────────────┴─ product ── o
 
-Each must amount to one `scaled_dot_product_attention`: what it makes on the way nobody else reads,
-and its mask, if there is one, carries no gradient and sets scores to a number, or adds zeros and
-minus infinities. What else may be added is left alone: beside a query whose keys are all at -1e9,
-the statistic of the op's kernels, a log of a sum, is -1e9 as well, and their gradients are wrong.
+Each must equal one `scaled_dot_product_attention`: nothing else reads its intermediate results, and
+its mask, if any, carries no gradient and either sets scores to a number or adds zeros and minus
+infinities. An attention that adds anything else is left alone: if all keys of a query are at -1e9,
+the kernels' statistic, a log of a sum, is -1e9 too, and their gradients are wrong.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _CASTS = frozenset("to _to_copy".split())
 
 @dataclass(frozen=True)
 class Mask:
-    """What is done to scores before their softmax.
+    """A mask of scores, applied before their softmax.
 
     Attributes:
-        value: what is added, of zeros and minus infinities; or booleans, which say where scores
+        value: the added tensor of zeros and minus infinities; or booleans, which say where scores
             are set to `low`.
-        low: None: `value` is added.
-        kept: of booleans, whether scores stay where they are true, or where they are false.
+        low: the number that masked scores are set to; None: `value` is added.
+        kept: whether scores stay where the booleans are true; else where they are false.
     """
 
     value: Value
@@ -44,9 +44,9 @@ class Mask:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a softmax reads: a product of queries and turned keys, scaled, then masked.
+    """The input of a softmax: a product of queries and transposed keys, scaled, then masked.
 
-    `nodes` make it of the product's operands, the product first.
+    `nodes` are those that compute it, the product first.
     """
 
     query: Value
@@ -56,13 +56,13 @@ class Scores:
     nodes: tuple[Node, ...]
 
     def through(self, node: Node) -> Scores:
-        """The same with one more node."""
+        """These scores with one more node."""
         return replace(self, nodes=(*self.nodes, node))
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One that is written out.
+    """An attention that is written out.
 
     Attributes:
         query, key, value: [.., s, d], [.., t, d], [.., t, e]; of three dims or four.
@@ -92,7 +92,7 @@ def attentions(graph: Graph) -> tuple[Attention, ...]:
 
 
 def _attention(flow: Dataflow, softmax: Node) -> Attention | None:
-    """The attention of a softmax; None: it is of something else, or amounts to no single op."""
+    """The attention around a softmax; None: there is none, or no single op equals it."""
     given, made = arguments(softmax), softmax.outputs[0]
     assert made is not None
     if given["dim"] % len(made.shape) != len(made.shape) - 1:
@@ -133,7 +133,7 @@ def _amounts_to_one(flow: Dataflow, found: Attention) -> bool:
 
 
 def _scores(flow: Dataflow, value: object) -> Scores | None:
-    """What makes a value, if that is the scores of queries and keys, and nobody else reads it."""
+    """The scores that a value is, if nothing else reads it; None: it is none."""
     node = read_once(flow, value)
     if node is None:
         return None
@@ -168,7 +168,7 @@ def _scores(flow: Dataflow, value: object) -> Scores | None:
 
 
 def _scaled(flow: Dataflow, node: Node) -> Scores | None:
-    """Scores times a number, or over one; not if they are masked by then."""
+    """Scores multiplied or divided by a number, before any mask."""
     a, b = node.args[:2]
     if node.short == "mul" and not isinstance(a, Ref):
         a, b = b, a
@@ -197,7 +197,7 @@ def _masked(
 
 
 def _masks(flow: Dataflow, value: object) -> bool:
-    """Whether a value is known to be made of zeros and minus infinities alone."""
+    """Whether a value is known to have no entries but zeros and minus infinities."""
     if not isinstance(value, Ref):
         return False
     graph, position, root = flow.graph, flow.position(value), flow.root[value]
@@ -255,7 +255,7 @@ def _readers(flow: Dataflow, node: Node) -> list[Node]:
 
 
 def _turned(graph: Graph, value: Value) -> Value | None:
-    """What a value is with its last two dims swapped."""
+    """The value of which this one is the transpose in the last two dims; None: there is none."""
     node = maker(graph, value)
     if node is None:
         return None

@@ -1,13 +1,13 @@
-"""Python's `min` and `max` of tensors, in a trace: what eager computes, and no branch.
+"""Trace Python's `min` and `max` of tensors as ops that give what eager does, and not as branches.
 
     min(self.decay, (1 + n) / (10 + n))     where(b < a, b, a)      of equals a, as Python has it
     total / max(mask.sum(), 1)              clamp(a, min=1)
-    min(8, 64 * rows)                       8, of any number of rows
+    min(8, 64 * rows)                       8, for any number of rows
 
-Python asks whether one is less than the other, which would be a branch that a later micro-batch may
-not take: a decay that rises to its limit. torch.export has functions of its own in their place
-(`minimum`, whose gradient is another one where both are equal), which a run that records what
-Python reads has not; and one in the place of `math.pow`, that gives a tensor for Python's number.
+Python asks whether one value is less than the other: a branch that a later micro-batch may not take
+(a decay that rises to its limit). torch.export replaces `min` and `max` by functions of its own
+(`minimum`, which has another gradient where both are equal), and `math.pow` by one that returns a
+tensor. The run that records reads has no such replacements; here both runs get the same ones.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def chosen_by_tensors() -> Iterator[None]:
 
 
 def _of_sizes(name: str, a: Any, b: Any, otherwise: Callable[..., Any]) -> Any:
-    """The one that it is for every number of rows, if one is; export's is a size of its own.
+    """The argument that is the result for every number of rows, if there is one.
 
-    torch asks so for the stride of dims that a view puts together, `min(8, 64 * rows)` of experts
-    before tokens, and does not find that it is 8: the number of rows seems to be fixed.
+    torch computes the stride of dims that a view merges so: `min(8, 64 * rows)` for experts before
+    tokens. It does not find that this is 8, and would report a fixed number of rows.
     """
     for one, other in ((a, b), (b, a)):
         least, most = (one, other) if name == "min" else (other, one)
@@ -70,7 +70,7 @@ def _of_sizes(name: str, a: Any, b: Any, otherwise: Callable[..., Any]) -> Any:
 
 
 def _chosen(name: str, a: Any, b: Any) -> Tensor | None:
-    """The less or the greater of the two, and the first of equals; None: Python itself asks."""
+    """The lesser or the greater of two values, the first if equal; None: leave it to Python."""
     given = [value for value in (a, b) if isinstance(value, Tensor)]
     one: Tensor = given[0]
     if any(t.numel() != 1 or t.dtype in (torch.bool, *_COMPLEX) for t in given):
@@ -92,7 +92,7 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 
 def _as_exact(number: Any, beside: Tensor) -> bool:
-    """Whether a number is as good as a tensor of that dtype in all that follows."""
+    """Whether a number can stand for a tensor of this dtype in every later op."""
     if isinstance(number, bool) or beside.ndim:
         return False
     return isinstance(number, int) or (isinstance(number, float) and beside.is_floating_point())

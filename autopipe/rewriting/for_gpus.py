@@ -1,4 +1,4 @@
-"""Whether a rehearsal on fake tensors of a CPU is of what GPUs do."""
+"""A switch: whether dry runs on a CPU's fake tensors stand for GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _for_gpus: ContextVar[bool] = ContextVar("for_gpus", default=False)
 
 @contextmanager
 def for_gpus(wanted: bool) -> Iterator[None]:
-    """Within, rehearsals are of GPUs, if `wanted`: of their kernels, and of their autocast."""
+    """Within, if `wanted`, dry runs have the kernels and the autocast of GPUs."""
     token = _for_gpus.set(wanted)
     try:
         yield
@@ -20,5 +20,5 @@ def for_gpus(wanted: bool) -> Iterator[None]:
 
 
 def of_gpus() -> bool:
-    """Whether the rehearsal around this call is of GPUs."""
+    """Whether the dry run around this call stands for a GPU."""
     return _for_gpus.get()

@@ -47,7 +47,8 @@ _Operand = tuple[Value, TensorSpec]
 def fused(graph: Graph) -> Graph:
     """The graph with its attentions as single ops, of keys and values that are not repeated.
 
-    What makes an attention's result keeps its name. A graph without any is returned as it is.
+    The node with an attention's result keeps its name. A graph without attentions is returned as it
+    is.
     """
     names, made = set(graph.index), dict[str, list[Node]]()
     for attention in attentions(graph):
@@ -58,7 +59,7 @@ def fused(graph: Graph) -> Graph:
 
 
 def _replaced(graph: Graph, made: dict[str, list[Node]]) -> Graph:
-    """The graph with other nodes in the place of some, by name; what only those read goes."""
+    """The graph with some nodes replaced, by name; nodes that only those have read are dropped."""
     read_before = {name for node in graph.nodes for name in _read(node.values())}
     read = set(_read(values_in(graph.outputs)))
     nodes: list[Node] = []
@@ -77,7 +78,7 @@ def _read(values: Iterable[Value]) -> Iterator[str]:
 
 
 def _in_groups(graph: Graph) -> Iterator[tuple[str, list[Node]]]:
-    """What comes in the place of attentions whose keys and values are repeated."""
+    """The replacements of attentions whose keys and values are repeated."""
     for node in graph.nodes:
         if node.op != ATTENTION:
             continue
@@ -93,7 +94,7 @@ def _in_groups(graph: Graph) -> Iterator[tuple[str, list[Node]]]:
 
 
 def _as_one(graph: Graph, attention: Attention, names: set[str]) -> list[Node]:
-    """The nodes in the place of an attention."""
+    """The nodes that replace an attention."""
     last, mask, dropout = attention.last, attention.scores.mask, attention.dropout
     new, made = _NewNodes(last, names), last.outputs[0]
     assert made is not None
@@ -124,14 +125,14 @@ def _as_one(graph: Graph, attention: Attention, names: set[str]) -> list[Node]:
 
 @dataclass
 class _NewNodes:
-    """Nodes that come before `last`, where it stands, with names that no other node has."""
+    """Collects new nodes to stand before `last`, with names that no other node has."""
 
     last: Node
     names: set[str]
     nodes: list[Node] = field(default_factory=list)
 
     def add(self, op: str, args: tuple[Arg, ...], look: TensorSpec, **how: Any) -> _Operand:
-        """One more, which makes a tensor of such a look."""
+        """Add a node whose result has this shape and dtype."""
         own = NodeName.of(self.last.name)
         assert own is not None, "a node's name has a slash"
         numbered = (str(NodeName(own.module, short_name(op), n)) for n in count())
@@ -142,9 +143,10 @@ class _NewNodes:
         return Ref(name), look
 
     def mask(self, mask: Mask, look: TensorSpec) -> tuple[_Operand, _Operand | None]:
-        """A mask as the op takes it, and which queries have no key, where that may be.
+        """A mask as the op takes it, and the queries without any key, if there may be some.
 
-        Those weigh all keys equally if scores are set to a finite number, and here are given all.
+        If masked scores are set to a finite number, such a query weighs all keys equally: the mask
+        then lets it see all of them.
         """
         operand = mask.value, look
         if mask.low is None:

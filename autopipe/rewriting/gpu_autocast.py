@@ -1,4 +1,4 @@
-"""Autocast as a GPU has it, on tensors of a CPU: in which dtype an op computes.
+"""Emulate a GPU's autocast on a CPU's tensors: the dtype in which each op computes.
 
     linear, matmul, convolutions, attention     in 16 bits; recurrent layers in fp16
     exp, pow, norms, losses, interpolations     in fp32
@@ -92,19 +92,19 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]
 def autocast(
     device_type: str, dtype: torch.dtype | None, *, enabled: bool = True, cached: bool | None = None
 ) -> AbstractContextManager[Any]:
-    """As `torch.autocast`; in a rehearsal of GPUs, on a CPU, what that does on a GPU."""
+    """`torch.autocast`; in a CPU's dry run that stands for a GPU, what it does on a GPU."""
     if of_gpus():
         return _emulated((dtype or torch.get_autocast_dtype("cuda")) if enabled else None)
     return torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=cached)
 
 
 def autocast_inside() -> AbstractContextManager[Any]:
-    """Within an op of autopipe's own: the emulated autocast around it, off while it is called."""
+    """Within, in an op of autopipe's own, the emulated autocast around the op is on again."""
     return _emulated(EMULATED.get()) if of_gpus() else nullcontext()
 
 
 def autocast_as_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the autocast that is around this call, for what computes it again in backward."""
+    """A maker of the autocast around this call, for code that runs it again in backward."""
     if of_gpus():
         return partial(_emulated, EMULATED.get())
     enabled = torch.is_autocast_enabled(device_type)
@@ -115,10 +115,10 @@ def autocast_as_now(device_type: str) -> Callable[[], AbstractContextManager[Any
 def autocast_of_model(
     asked: str, dtype: torch.dtype | None, enabled: bool, arguments: Sequence[Any]
 ) -> AbstractContextManager[Any]:
-    """The autocast that a model has around an op, where the op's arguments lie.
+    """The autocast of a model's code around an op, for the device of the op's arguments.
 
-    A model is traced on a CPU, where `torch.autocast(x.device.type)` asks for a CPU's. One that
-    asks for a GPU's by its name has nothing cast on a CPU.
+    A model is traced on a CPU, where `torch.autocast(x.device.type)` asks for the CPU's autocast;
+    an autocast that names "cuda" casts nothing on a CPU.
     """
     kinds = (tensor.device.type for tensor in tensors_in(arguments))
     here = "cuda" if of_gpus() else next(kinds, asked)
@@ -129,9 +129,9 @@ def autocast_of_model(
 
 @contextmanager
 def of_absent_gpus() -> Iterator[None]:
-    """Within, `torch.autocast("cuda")` is traced as it was written, also where there is no GPU.
+    """Within, `torch.autocast("cuda")` is traced as it was written, even without a GPU.
 
-    There torch turns it off, and the graph of a plan would not be that of its ranks.
+    torch would turn it off there, and the graph of a plan would differ from that of its ranks.
     """
     with ExitStack() as until:
         common = torch.cuda.amp.common
@@ -183,10 +183,10 @@ def _emulated(dtype: torch.dtype | None) -> Iterator[None]:
 
 @contextmanager
 def _ops_of_functions() -> Iterator[None]:
-    """Within, a mode is shown the ops that torch's own Python functions call, not the functions.
+    """Within, a mode sees the ops that torch's own Python functions call, not the functions.
 
-    `F.cross_entropy` asks first whether there is a mode, hands itself to it and is then run out of
-    the mode's sight.
+    By itself `F.cross_entropy` gives itself to the mode as one call, and the mode never sees the
+    ops inside.
     """
     with ExitStack() as until:
         for module in (torch.nn.functional, torch.functional):

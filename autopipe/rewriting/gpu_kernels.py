@@ -1,4 +1,4 @@
-"""What a GPU computes by other kernels than a CPU, so that it keeps other bytes for backward.
+"""Replace ops, in dry runs for GPUs, by the kernels of GPUs that keep other bytes for backward.
 
     dropout      CPU    x * noise             keeps the noise, in the dtype of x
                  GPU    one kernel            keeps a mask, a byte an element
@@ -12,9 +12,9 @@
                  GPU    flash or memory-      keeps its result and a number a row
                         efficient attention
 
-A plan for GPUs is made where there may be none, on fake tensors of a CPU. Within `for_gpus` stages
-call what a GPU would: ops of torch's CUDA backend, whose results and saved tensors are known, as
-to their looks, everywhere.
+A plan for GPUs is made on fake tensors of a CPU, where there may be no GPU. Within `for_gpus`
+stages call the ops of torch's CUDA backend: the shapes of their results and saved tensors are known
+on any machine.
 
 Sources: ATen's Dropout.cpp (`is_fused_kernel_acceptable`), layer_norm.cpp (`rms_norm_symint`), and
 sdp_utils.cpp of its CUDA backend for what each kernel of attention takes.
@@ -40,12 +40,12 @@ _WIDEST = 256
 
 
 def kernel_of(op: Any) -> Any:
-    """What computes an op in a rehearsal: itself, or what a GPU has in its place."""
+    """The function for an op in a dry run: the op itself, or a GPU's in its place."""
     return _KERNELS.get(op, op) if of_gpus() else op
 
 
 def gpu_dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """As aten.dropout."""
+    """aten.dropout by a GPU's kernel."""
     if not train or not 0 < p < 1:
         return _as_tensor(_DROPOUT(x, p, train))
     return _as_tensor(_aten.native_dropout.default(x, p, train)[0])
@@ -54,10 +54,10 @@ def gpu_dropout(x: Tensor, p: float, train: bool) -> Tensor:
 def gpu_rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """As aten.rms_norm.
+    """aten.rms_norm as a GPU keeps it.
 
-    The kernel itself runs on GPUs alone. A layer norm without a bias keeps what it keeps, and a
-    second number a row.
+    Its kernel runs on GPUs only. A layer norm without a bias stands for it: it keeps the same, and
+    a second number a row.
     """
     if x.is_complex() or (weight is not None and weight.dtype != x.dtype):
         return _as_tensor(_RMS_NORM(x, shape, weight, eps))
@@ -76,9 +76,9 @@ def gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As aten.scaled_dot_product_attention: query [b, h, s, d], key [b, h, t, d], value [.., e].
+    """aten.scaled_dot_product_attention by a GPU's kernel, written out where there is none.
 
-    What a GPU has no fused kernel for is written out there too.
+    Args: query [b, h, s, d], key [b, h, t, d], value [b, h, t, e].
     """
     width, learns = query.shape[-1], attn_mask is not None and attn_mask.requires_grad
     alike = width == value.shape[-1]
@@ -97,7 +97,7 @@ def gpu_attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """What is added to the scores [b, h, s, t]; a mask of bools becomes a tensor of its own."""
+    """The tensor that is added to the scores [b, h, s, t]; a boolean mask becomes a new one."""
     if mask.dtype == torch.bool:
         mask = mask.to(query.dtype)
     return mask.expand(*query.shape[:-1], key.shape[-2])
@@ -109,7 +109,7 @@ def _as_tensor(made: Any) -> Tensor:
 
 
 def _under_autocast(op: Any, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What computes an op in its place, in the dtypes that the op computes in."""
+    """A replacement of an op, called in the dtypes in which the op computes."""
 
     @wraps(kernel)
     def computed(*args: Any, **kwargs: Any) -> Tensor:

@@ -13,8 +13,8 @@ their losses, but
 with f(count) = count, or max(count, least) + more where the model's code guards a count of zero.
 The labels come with the batch, so each divisor is known before the model has run.
 
-Means over labels may also be terms of a loss, beside the balance of a mixture's experts. Nothing
-weighs such terms alone: they are right as long as micro-batches have as many labels as one another.
+A mean over labels may also be one term of a loss, beside the balance of a mixture's experts. A term
+cannot be weighed alone: it is right only if all micro-batches have equally many labels.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class LabelCounts:
     Attributes:
         graph: computes from the batch alone `(divisor, count)` of a micro-batch, two scalars; or
             the counts of all terms.
-        labels: shape and dtype of what is counted; its elements are all there can be.
+        labels: shape and dtype of the counted tensor; no count exceeds its elements.
         least, more: the divisor is max(count, least) + more.
         place: the user's line that computes the mean.
-        terms: the means are terms of the loss, beside others or each other.
+        terms: whether the means are terms of the loss, beside other terms.
     """
 
     graph: Graph
@@ -68,7 +68,7 @@ class LabelCounts:
     terms: bool = False
 
     def beside(self, graph: Graph) -> Graph:
-        """The graph whose loss it is, with these results after the others."""
+        """The loss's graph with these counts as further results."""
         own = (node for node in self.graph.nodes if node.name not in graph.index)
         outputs = (*graph.outputs, *self.graph.outputs)
         return replace(graph, nodes=(*graph.nodes, *own), outputs=outputs)
@@ -81,7 +81,7 @@ _LINEAR = frozenset("mul div neg add sub".split())
 
 
 class _Divisor(NamedTuple):
-    """A loss's divisor, the sum in it, what is counted, and how one comes from the other."""
+    """A loss's divisor, the sum in it, the counted tensor, and how the divisor follows from it."""
 
     value: Value
     sum: Value
@@ -125,7 +125,7 @@ def _together(graph: Graph, terms: Sequence[LabelCounts]) -> LabelCounts | None:
 
 
 def _made_by(flow: Dataflow, value: object) -> Node | None:
-    """The node that makes what a value is a multiple of."""
+    """The node of whose result a value is a multiple."""
     while isinstance(value, Ref) and flow.root[value] not in flow.writers:
         node = flow.graph.nodes[flow.position(value)]
         linear = node.short in _LINEAR and not {"rounding_mode", "alpha"} & node.kwargs.keys()
@@ -162,7 +162,7 @@ def _of_labels(flow: Dataflow, loss: Node) -> LabelCounts | None:
 
 
 def _divisor(flow: Dataflow, divisor: object) -> _Divisor | None:
-    """A sum over rows of something in the batch, kept from being zero or not."""
+    """A divisor that is a sum over the batch, with or without a guard against zero."""
     value, least, plus = divisor, 0.0, 0.0
     while isinstance(value, Ref) and isinstance(divisor, Ref):
         node = flow.graph.nodes[flow.position(value)]
@@ -193,7 +193,7 @@ def _symbols(spec: TensorSpec) -> set[sympy.Basic]:
 def _counting(
     flow: Dataflow, found: _Divisor, loss: Node, more: tuple[Node, ...]
 ) -> LabelCounts | None:
-    """The graph of the counts; None: it needs what the model computes, or draws."""
+    """The graph of the counts; None: they depend on the model's results or on random numbers."""
     graph, made = flow.graph, {node.name for node in more}
     end = graph.index[loss.name]
     waiting = [v for node in more for v in node.values()] + [found.value, found.sum]
@@ -219,5 +219,5 @@ def _counting(
 
 
 def _repeats(node: Node) -> bool:
-    """Whether torch alone computes a node, and the same once more."""
+    """Whether a node is an op of torch's that gives the same when it is computed again."""
     return not (node.op.startswith("autopipe.") or is_random(node))

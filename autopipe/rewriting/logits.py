@@ -3,8 +3,8 @@
     x [.., h] --linear--> logits [.., v] --float, view, slice--> [rows, v] --cross_entropy--> loss
               product                    between                              loss
 
-Between product and loss rows are moved as wholes and numbers made wider, so that the loss can be
-computed from x, without the logits (`rewriting.loss_in_parts`).
+The nodes between product and loss only move whole rows and cast to wider dtypes, so the loss can be
+computed from x without the logits (`rewriting.loss_in_parts`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Head:
     """A loss, the product that makes its logits, and the nodes between them, in order.
 
     Attributes:
-        x, weight, bias: what the product multiplies and adds: [..., h], [v, h], [v] or None.
+        x, weight, bias: the product's operands: [..., h], [v, h], [v] or None.
         turned: the node that transposes the weight, if there is one.
     """
 
@@ -68,7 +68,7 @@ def heads(graph: Graph) -> tuple[Head, ...]:
 
 
 def _head(flow: Dataflow, loss: Node) -> Head | None:
-    """What makes the logits of a loss; None: no product does, or something else reads them."""
+    """The head of a loss; None: no product makes its logits, or something else reads them."""
     graph, given, between = flow.graph, arguments(loss), list[Node]()
     if given["weight"] is not None or given["reduction"] not in (MEAN, SUM):
         return None
@@ -113,7 +113,7 @@ def _turns(graph: Graph, node: Node) -> bool:
 
 
 def _order(node: Node, rank: int) -> list[int]:
-    """Which dim of its operand each dim of a transposed tensor is."""
+    """For each dim of a transposed tensor, the dim of its operand."""
     given, order = arguments(node), list(range(rank))
     if node.short == "permute":
         return [dim % rank for dim in given["dims"]]
@@ -125,7 +125,7 @@ def _order(node: Node, rank: int) -> list[int]:
 
 
 def _keeps_columns(graph: Graph, node: Node) -> bool:
-    """Whether a node casts logits to no less, or moves whole rows of them."""
+    """Whether a node casts logits to a dtype at least as wide, or moves whole rows of them."""
     made, values = node.outputs[0], node.values()
     if made is None or len(values) != 1:
         return False

@@ -3,7 +3,7 @@
     x [rows, h] --linear--> logits [rows, v] --float--> fp32 --cross_entropy--> loss      as traced
     x [rows, h], w [v, h], target [rows] --vocabulary_loss--> loss                  after `in_parts`
 
-`rewriting.logits` finds them, and `sharding.vocabulary_loss` has the op and why it is as it is.
+`rewriting.logits` finds these losses; `sharding.vocabulary_loss` has the op.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def in_parts(graph: Graph, parts: int) -> Graph:
 
 
 def _rewritten(graph: Graph, head: Head, parts: int) -> dict[str, list[Node]]:
-    """By its name, what comes in the place of each node of a head."""
+    """The replacements of a head's nodes, by name."""
     found: dict[str, list[Node]] = {head.product.name: []}
     if head.turned is not None:
         found[head.turned.name] = []

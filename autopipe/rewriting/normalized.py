@@ -1,4 +1,4 @@
-"""Parameters that forward divides by their norms, before it writes them back.
+"""Find parameters that forward divides by their norms and writes back.
 
     w = weight.data.clone();  weight.copy_(F.normalize(w, dim=1))       SwAV's prototypes
 
@@ -6,7 +6,7 @@
     at least   clamp_min(norm, 1e-12);  expand_as(w)                    both may be missing
     made       div(w, at least), or div_
 
-A second time their norms are 1, and nothing but a last bit changes.
+A second division, by norms of 1, changes at most the last bit.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NO_NORM = 1e-6
 
 @dataclass(frozen=True)
 class Normalized:
-    """What a division makes of a parameter.
+    """A parameter divided by its norms.
 
     Attributes:
-        rest: the order of the norm, the dims that it is over, and its least value.
-        within: the names of the nodes before the division, of which nothing else reads the results.
+        rest: the order of the norm, its dims, and its least value.
+        within: the names of the nodes before the division; nothing else reads their results.
     """
 
     weight: State
@@ -70,7 +70,7 @@ def _normalized(flow: Dataflow, division: Node) -> Normalized | None:
 
 
 def _back(flow: Dataflow, value: Arg) -> Iterator[Node]:
-    """The node that makes a value, and those before it up to a norm."""
+    """The nodes that make a value, back to a norm."""
     while isinstance(value, Ref):
         node = flow.graph.nodes[flow.position(value)]
         yield node

@@ -1,12 +1,12 @@
-"""Parameters that forward changes before it reads them: clamped, masked, of another norm.
+"""Rewrite projections: parameters that forward clamps, masks or normalises before it reads them.
 
     w.data.clamp_(-1, 1)          a Wasserstein GAN's critic
     w.data *= self.mask           PixelCNN; a pruned layer
     w.data = torch.renorm(...)    EEGNet
     w.copy_(F.normalize(w))       prototypes of SwAV (`rewriting.normalized`)
 
-Each micro-batch would change them once more. What changes nothing the second time, a projection,
-may as well be done for each reader, and to the parameter itself once a step.
+Each micro-batch would change the parameter again. A projection changes nothing the second time, so
+it can be done for each reader, and to the parameter itself once a step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _IN_PLACE = {op: in_place for in_place, op in PROJECTIONS.items()}
 
 @dataclass(frozen=True)
 class _Projection:
-    """What a node does to a parameter that nothing has read before: an op of `PROJECTIONS`, or
+    """A node's change of a parameter that nothing has read before: an op of `PROJECTIONS`, or
     `NORMALIZED`."""
 
     weight: State
@@ -63,7 +63,7 @@ def with_projections(graph: Graph) -> Graph:
     that nothing reads any more are left in the graph.
 
     Raises:
-        CaptureError: forward writes a parameter that is trained otherwise; names the user's line.
+        CaptureError: forward writes a trained parameter in another way; names the user's line.
     """
     projected = dict(_projected(graph))
     _check_writes(graph, projected)
@@ -83,7 +83,7 @@ def with_projections(graph: Graph) -> Graph:
         return Ref(name)
 
     def in_dtype_of(weight: State, mask: Arg, node: Node) -> Arg:
-        """A mask in the dtype of the parameter, which a product in place does not change."""
+        """A mask in the parameter's dtype, which a product in place keeps."""
         dtype = graph.spec(weight).dtype
         if not isinstance(mask, State) or graph.spec(mask).dtype in (dtype, torch.bool):
             return mask
@@ -117,14 +117,14 @@ def with_projections(graph: Graph) -> Graph:
 
 
 def sets_norms(graph: Graph) -> bool:
-    """Whether a parameter is given other norms, which a second time changes in a last bit."""
+    """Whether a projection sets norms: repeating it may change the last bit."""
     return any((s.projection or ("",))[0] in (_RENORM, NORMALIZED) for s in graph.states.values())
 
 
 def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
     """The names of nodes that project a trained parameter which nothing has read before.
 
-    A result that is copied over the parameter, `w.data = w.data * mask`, is read from it before.
+    In `w.data = w.data * mask` the parameter itself is read by the node that computes the result.
     """
     flow = analyse(graph)
     root, divisions = flow.root, normalizations(flow)
@@ -173,11 +173,11 @@ def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
 def _projection(
     node: Node, op: str, names: Mapping[object, State], fixed: Container[object]
 ) -> _Projection | None:
-    """What an op of `PROJECTIONS` makes of a parameter by numbers, or by a buffer as it is.
+    """The projection of a node that applies numbers, or an unwritten buffer, to a parameter.
 
     Args:
-        op: that of the node, in place.
-        names: the parameters, and what shares their memory.
+        op: the node's op in its in-place form.
+        names: the parameters, and the tensors that share their memory.
         fixed: the buffers that nothing writes.
     """
     tensor, *rest = arguments(node).values()
@@ -191,7 +191,7 @@ def _projection(
 
 
 def _check_precision(graph: Graph, node: Node, found: _Projection) -> None:
-    """Refuse to set norms in 16 bits, where a norm is rounded to another than it was set to."""
+    """Refuse to set norms in 16 bits, where rounding changes the norm that was set."""
     dtype = graph.states[found.weight.name].spec.dtype
     if found.op in (_RENORM, NORMALIZED) and dtype.itemsize < 4:
         raise CaptureError(
@@ -203,7 +203,7 @@ def _check_precision(graph: Graph, node: Node, found: _Projection) -> None:
 
 
 def _check_writes(graph: Graph, allowed: Container[str]) -> None:
-    """Refuse other writes into parameters that are trained, or into what shares their memory."""
+    """Refuse other writes into trained parameters, or into tensors that share their memory."""
     root = analyse(graph).root
     for node in graph.nodes:
         for written in map(root.__getitem__, written_by(node)):
@@ -221,7 +221,7 @@ def _check_writes(graph: Graph, allowed: Container[str]) -> None:
 
 
 def _limited(node: Node, name: str) -> str:
-    """What to write in the place of `nn.Embedding(max_norm=...)`, which limits what it reads."""
+    """The hint for `nn.Embedding(max_norm=...)`, which limits the rows that it reads."""
     _, _, most, order = node.args
     return (
         "leave max_norm out, and limit all rows before they are read: "

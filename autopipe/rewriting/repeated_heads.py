@@ -2,8 +2,8 @@
 
     k [b, 8, t, d] --unsqueeze, expand, reshape--> [b, 32, t, d]     `repeat_interleave(4, 1)`
 
-Heads in groups read the same keys (Ainslie et al., 2023, arXiv:2305.13245). An attention that is
-told of groups reads them as they are before, and keeps a quarter for backward here.
+Heads in groups share keys (Ainslie et al., 2023, arXiv:2305.13245). An attention op that knows of
+groups reads the keys unrepeated, and keeps a quarter of the bytes for backward here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def before_repeat(graph: Graph, key: Value, value: Value) -> tuple[Value, Value]
 
 
 def _repeated(graph: Graph, value: Value) -> Value | None:
-    """What was repeated along dim 1 to make a value."""
+    """The value that was repeated along dim 1 to make this one; None: there is none."""
     node, parts, made = maker(graph, value), list[Node](), graph.spec(value).shape
     if node is None or len(made) != 4:
         return None
