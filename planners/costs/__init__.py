@@ -9,14 +9,14 @@ Other rooms use: `profile.Costing`, `precision_of.need`, `tp_degrees.as_one_rank
 
     tp_degrees     the model as one tensor-parallel rank runs it
     profile        a graph -> the planner's Problem
-    precision_of   what nodes compute in, and the rates that this asks for
+    precision_of   the dtype in which each node computes, and the rates that this needs
     fused_costs    formulas of ops that a compiler fuses
     saved_tensors  bytes saved for backward, observed
     watched_run    the run in which they are
-    loss_bytes     what a loss has for a moment
+    loss_bytes     bytes that exist only within a loss's backward
     block_levels   the levels of blocks: which ops run again, bytes, seconds
-    gathered       what ZeRO-3 gathers in one go
+    gathered       the most bytes that ZeRO-3 gathers at once
     plan_memory    exact bytes of a Plan
-    eager_depths   how far eager-1f1b runs ahead, of a plan that is cut
+    eager_depths   how far eager-1f1b runs ahead, for a plan whose cuts are known
     part_seconds   seconds of the conversions by which stages send tensors in parts
 """

@@ -17,8 +17,8 @@
     v ─────────────────────────────────────────────────────┘
            |---------------------- attention -----------------------|
 
-A node's own name means it, and in all other blocks of its block's class the node in its place.
-What runs again does so within its block, so ops that stand in none are not meant.
+A node's own name means that node, and its counterparts in all other blocks of its block's class.
+Ops run again only within their block, so ops outside of blocks are never meant.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ def is_for_ops(word: str) -> bool:
 
 
 def words_of(recompute: Collection[str] | None, blocks: Sequence[Block]) -> frozenset[str]:
-    """The words for ops among the names of what is to run again."""
+    """The words for ops among the names of a recompute option."""
     return frozenset(recompute or ()).difference(block.path for block in blocks)
 
 
 def within_asked(
     flow: Dataflow, blocks: Sequence[Block], words: Collection[str], numbers: Sequence[int]
 ) -> list[int]:
-    """Of each node the number of its block if it may run again alone, else -1.
+    """For each node the number of its block if it may run again without the whole block, else -1.
 
     Args:
-        words: only the ops that they mean may; none: all may.
-        numbers: of each node that of its block, or -1.
+        words: only ops that these mean may run again; empty: all may.
+        numbers: for each node the number of its block, or -1.
     """
     asked = meant(flow, blocks, words)
     return [n if not words or position in asked else -1 for position, n in enumerate(numbers)]
@@ -81,10 +81,10 @@ def within_asked(
 def check_meant(flow: Dataflow, blocks: Sequence[Block], words: Iterable[str]) -> None:
     """Refuse a word that means nothing in this model.
 
-    What tensor-parallel ranks exchange is not in the model's own graph, and is passed over.
+    "gathers" is not checked, since the model's own graph has no exchanges.
 
     Raises:
-        PlanError: names it; or the model has no blocks at all.
+        PlanError: names the word; or the model has no blocks at all.
     """
     for word in words:
         check_blocks(blocks, word)

@@ -1,9 +1,10 @@
-"""The levels of a graph's blocks, from those that a short graph of it has shown.
+"""Derive the levels of a graph's blocks from those measured in a short graph of it.
 
     Seen.levels --levels_of--> BlockLevels: which nodes of a block run again at each level, the
                                bytes that this saves, and its seconds
 
-Bytes are those of the fewest rows, times the rows: what a block's own ops make has a row for each.
+Bytes are measured at the fewest rows and grow with the rows, since a block's own ops make a part
+for each row.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ others cost the least more."""
 
 class _Found(NamedTuple):
     """A level of a block: offsets of its nodes in the block, bytes dropped at the fewest rows, and
-    those of them that are as many at more, as of weights that are gathered and kept."""
+    the part of them that does not grow with the rows (weights that are gathered and kept)."""
 
     offsets: tuple[int, ...]
     dropped: int
@@ -45,12 +46,12 @@ class _Found(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockLevels:
-    """The levels of one block of the whole graph, those left out that keep or repeat all.
+    """The levels of one block of the whole graph, without those that keep all or repeat all.
 
     Attributes:
-        first, last: the positions of its first node and its last; `standing` is that of the first
-            one's equal in the short graph.
-        fewest: the rows that bytes are of.
+        first, last: the positions of its first and last node.
+        standing: the position in the short graph of the first node's counterpart.
+        fewest: the rows at which bytes were measured.
     """
 
     first: int
@@ -89,13 +90,13 @@ class BlockLevels:
 def may_run_again(
     flow: Dataflow, short: Short, inside: Sequence[int], seconds: Times
 ) -> dict[int, float]:
-    """Of the short graph's nodes that may run again their seconds, by position.
+    """The seconds of the short graph's nodes that may run again, by position.
 
     Args:
-        flow: of the whole graph.
-        inside: of each node of the whole graph the number of the block that it may run again with,
-            or -1.
-        seconds: of the short graph's nodes.
+        flow: the whole graph's data flow.
+        inside: for each node of the whole graph the number of the block with which it may run
+            again, or -1.
+        seconds: the seconds of the short graph's nodes.
     """
     nodes = flow.graph.nodes
     return {
@@ -115,9 +116,9 @@ def levels_of(
     """The levels of some blocks of the whole graph.
 
     Args:
-        segments: of each node of the short graph its block.
-        seen: by the paths of the short graph's blocks, with its positions as groups.
-        fewest: rows that they were seen at.
+        segments: the block of each node of the short graph.
+        seen: the short graph's levels by block path; their groups are positions in it.
+        fewest: the rows at which they were measured.
     """
     found = []
     for block in blocks:

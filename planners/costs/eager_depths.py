@@ -1,8 +1,8 @@
 """How far to run ahead: windows and depths for eager 1F1B, by the longest path, within memory.
 
-The law of `planners.model.eager_period` proposes: from nothing it raises what brings the period
-down most for its bytes. What it proposes is simulated, raised where that pays, and lowered where it
-does not matter.
+The law of `planners.model.eager_period` makes a proposal: from depths of 0 it raises, one by one,
+the depth or window that shortens the period most for its bytes. The proposal is then simulated,
+raised further where that pays, and lowered where that costs nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EFFORT = 100_000
 
 @dataclass(frozen=True)
 class Ahead:
-    """Depths and windows, one per boundary; what they take and what they give.
+    """Depths and windows, one per boundary; their bytes and the step that they give.
 
     Args:
         depths: micro-batches in flight besides those of 1F1B.
@@ -57,7 +57,7 @@ class Ahead:
 
 
 def pipeline(plan: Plan, *, held: Sequence[int], room: Sequence[int]) -> EagerPipeline:
-    """What the choice of depths has to know of a plan with a stage on each rank.
+    """The numbers of a plan, with one stage on each rank, from which depths are chosen.
 
     Args:
         held: bytes that one more micro-batch in flight takes in each stage.
@@ -80,15 +80,16 @@ _Choice = tuple[tuple[int, ...], tuple[int, ...]]  # depths, windows
 
 
 def choose(pipeline: EagerPipeline) -> Ahead:
-    """Depths and windows whose step is short and whose bytes are all worth it.
+    """Choose depths and windows: a short step, and no bytes that do not shorten it.
 
-    1. By the law, from nothing: what brings the period down most for its bytes, as long as it fits
-       and computation and wires alone would be faster.
-    2. Simulated: what shortens the step by more than `WORTH` of it, the best for its bytes first.
-    3. Simulated: whatever can be lowered without losing more than `WORTH` in all; then 2 again.
+    1. By the law, from depths of 0: raise the one that shortens the period most for its bytes, as
+       long as it fits and the period is above that of computing and wires alone.
+    2. Simulated: raise those that shorten the step by more than a share `WORTH`, best for its
+       bytes first.
+    3. Simulated: lower those that cost no more than `WORTH` in all; then 2 again.
 
-    The same pipeline always gets the same answer, and no stage more than its room; where there is
-    none, depths are 0 and windows 1. Of a pipeline too large for `EFFORT` it is the law's.
+    The result is the same for the same pipeline, and no stage gets more than its room; without
+    room depths are 0 and windows 1. For a pipeline too large for `EFFORT` it is the law's proposal.
 
     Raises:
         ScheduleError: the numbers are not those of one pipeline.
@@ -121,10 +122,10 @@ def _proposed(pipeline: EagerPipeline) -> _Choice:
 
 
 def _slowness(periods: NDArray[np.float64], hidden: float) -> float:
-    """The largest of the periods that are not hidden, and a little of the others.
+    """A smooth maximum of the periods: their mean to the power of 32.
 
-    A pipeline has many equal circles: raising one depth leaves their maximum as it is, and yet it
-    is progress. This mean to the power of 32 is smooth and hardly above the maximum.
+    A pipeline has many equal cycles. Raising one depth leaves their maximum unchanged, although it
+    is progress; this mean falls, and is hardly above the maximum.
     """
     exposed = periods[periods > hidden]
     if not len(exposed):
@@ -178,8 +179,8 @@ def _more_bytes(pipeline: EagerPipeline, choice: _Choice, other: _Choice) -> int
 class _Trial:
     """Predicted steps, each simulated once, and how much simulating is left.
 
-    Of a step that is much longer than its warm-up not all micro-batches are simulated, but a good
-    three times as many as are in flight; the rest follow at the pace at which the later half of
+    In a step much longer than its warm-up, only a good three times as many micro-batches as are in
+    flight are simulated. The rest are assumed to follow at the pace at which the later half of
     those reach the last stage.
     """
 
@@ -220,7 +221,7 @@ def _pace(timeline: Timeline) -> float:
 
 
 def _raised(pipeline: EagerPipeline, trial: _Trial, choice: _Choice) -> _Choice:
-    """As long as anything shortens the step enough, what does most for its bytes."""
+    """Raise what shortens the step most for its bytes, as long as anything shortens it enough."""
     trial.left = EFFORT
     while trial.seconds(choice) > bound(pipeline) * (1 + WORTH):
         seconds = trial.seconds(choice)

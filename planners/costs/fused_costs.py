@@ -6,12 +6,12 @@
 
 Between two products (or attentions, draws, collectives) of one block, all ops are one kernel:
 
-    forward    bytes of the values that it reads and of those that others read
-    backward   the same, and the gradients of what it reads; what forward did not keep runs again
-               in the kernel, which moves nothing
+    forward    bytes of the values that it reads, and of its results that other ops read
+    backward   the same, and the gradients of the values that it reads; values that forward did not
+               keep are computed again in the kernel, which moves no bytes
 
-The kernel's cost stands at its first node; the others cost nothing. A view moves nothing. Gradients
-leave a compiled stage as they are, and are added to their sums without a cast before.
+The first node carries the kernel's cost; the others cost nothing. A view moves nothing. Gradients
+leave a compiled stage in their own dtype, and are added to their sums without a cast.
 """
 
 from __future__ import annotations

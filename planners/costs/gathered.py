@@ -1,4 +1,4 @@
-"""What ZeRO-3 gathers of a stage: the most bytes at once."""
+"""Count the most bytes of a stage's parameters that ZeRO-3 has gathered at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from autopipe.stages.precision import copy_bytes
 def gathered_bytes(graph: Graph, lowered: Lowered, states: Mapping[str, Tensor], ranks: int) -> int:
     """The most bytes that are gathered at once in a forward or backward of a stage.
 
-    Of backward it is said as if each unit was read there, and in the order of forward turned round.
+    For backward each gathered unit is assumed to be read, in the reversed order of forward.
 
     Args:
         lowered: the stage, over `states`.
-        ranks: over how many ranks its parameters are dealt out.
+        ranks: the number of ranks over which its parameters are sharded.
     """
     parameters = {n: t for n, t in states.items() if graph.states[n].kind == "parameter"}
     units = units_of(lowered.module, parameters)

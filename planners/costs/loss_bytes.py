@@ -1,12 +1,12 @@
-"""Bytes that the loss of a large vocabulary has for a moment, beside what is kept of it.
+"""Bytes that exist only within the backward of a loss over a large vocabulary.
 
     logits ----log_softmax----> logarithms (kept) ----nll_loss----> loss
     d logits <---------------- d logarithms <----------------------          both at once
 
-What autograd keeps is observed (`saved_tensors`); this comes and goes within one op's backward. Of
-logits of 32,000 words it was nearly all that an H200 held beside a plan's bytes (benchmarks/gpu).
-Of a backward that runs compiled all is counted that its ops make, and this with it
-(`joint.fullest_call`); only what one op of ours has within it comes on top.
+Bytes that autograd saves are observed (`saved_tensors`); these come and go within one op's
+backward. For logits of 32,000 words they were nearly all that an H200 held beside a plan's bytes
+(benchmarks/gpu). In a compiled backward they are among the counted bytes of its ops
+(`joint.fullest_call`); only those within a single op of autopipe's own are added here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ IN_PARTS = "vocabulary_loss"
 
 
 def loss_bytes(graph: Graph, positions: Iterable[int], *, compiled: bool) -> list[Dim]:
-    """Of each of the nodes the bytes that it has for a moment as a loss, in b and s; else 0.
+    """For each node the bytes that its backward holds as a loss, in b and s; 0 if it is no loss.
 
     Args:
-        compiled: whether its backward runs as compiled graphs.
+        compiled: whether backward runs as compiled graphs.
     """
     nodes = (graph.nodes[position] for position in positions)
     found = (None if compiled and node.short != IN_PARTS else _made(graph, node) for node in nodes)
@@ -40,7 +40,7 @@ def loss_bytes(graph: Graph, positions: Iterable[int], *, compiled: bool) -> lis
 
 
 def passing_of(graph: Graph, units: Units, *, compiled: bool) -> Callable[[int], tuple[int, ...]]:
-    """For so many rows the most that a node of each unit has."""
+    """The most bytes that a node of each unit has, at a number of rows."""
     sizes = loss_bytes(graph, range(len(graph.nodes)), compiled=compiled)
 
     def at(rows: int) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def passing_of(graph: Graph, units: Units, *, compiled: bool) -> Callable[[int],
 
 
 def _made(graph: Graph, node: Node) -> TensorSpec | None:
-    """What a node of a loss makes of its logits."""
+    """The shape and dtype of the tensor that a loss node makes from its logits; None: no loss."""
     if node.short == "cross_entropy_loss":
         return graph.spec(node.values()[0])
     if node.short == "log_softmax":

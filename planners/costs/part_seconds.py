@@ -1,9 +1,9 @@
 """Seconds of the conversions by which stages send tensors in parts (`stages.sent_parts`).
 
     forward    the receivers gather, and copy what they gathered; the senders copy a part
-    backward   the other way round; or, of partial sums, the receivers reduce-scatter
+    backward   the other way round; or, for partial sums, the receivers reduce-scatter
 
-They are those of any node of a rank's graph, and come on top of a stage's other seconds.
+They follow from formulas like those of any node, and are added to a stage's other seconds.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ NONE = Conversions((), (), ())
 def conversions(
     graph: Graph, stages: Sequence[Stage], added: frozenset[str], ranks: int, precision: str
 ) -> list[Conversions]:
-    """What each stage converts.
+    """The conversions of each stage.
 
     Args:
-        graph: that of one of so many ranks.
+        graph: the graph of one tensor-parallel rank.
         added: the names of the nodes that are such conversions.
     """
     costs, sent = op_costs.costs(graph), exchanges(graph, ranks, precision)
@@ -59,10 +59,10 @@ def conversions(
 def with_conversions(
     estimate: Estimate, cut: CutModel, kinds: Sequence[GroupKind], forwards: int
 ) -> Estimate:
-    """The estimate with the conversions' seconds in those of its stages: as exchanges, they are.
+    """The estimate with the conversions' seconds added to those of its stages, as exchanges.
 
     Args:
-        kinds: of tensor-parallel groups, by their numbers.
+        kinds: the kinds of tensor-parallel groups, by number.
         forwards: how often a step runs each micro-batch forward.
     """
     if cut.parted is None:
@@ -84,7 +84,7 @@ def with_conversions(
 
 
 def _seconds(of: Conversions, rows: int, kind: GroupKind, ranks: int) -> tuple[float, float]:
-    """Forward and backward seconds of a micro-batch of so many rows."""
+    """Forward and backward seconds of the conversions of a micro-batch, by its rows."""
     assert kind.link is not None, "tensors go in parts between groups of several ranks"
     ways = op_seconds.seconds(of.costs, rows, kind.device, of.dtypes)
     there, back = (float(way.sum()) for way in ways)

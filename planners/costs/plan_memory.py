@@ -45,13 +45,13 @@ class CutModel:
 
     Attributes:
         once: the stages of a tensor-parallel rank's graph.
-        turns: of each the ranks that take turns at it; nothing: one each.
-        rows: of a micro-batch.
+        turns: for each stage the ranks that take turns at it; empty: one each.
+        rows: rows of a micro-batch.
         recompute: paths of the blocks to recompute in backward, and names of nodes.
-        wanted: how backwards run that autograd does not; None: autograd runs them.
-        shards: over how many replicas parameters and gradients are sharded, as by ZeRO-3; 1: not.
+        wanted: how backwards run if autograd does not run them; None: autograd does.
+        shards: replicas over which parameters and gradients are sharded, as by ZeRO-3; 1: none.
         whole: the loss of the whole batch, if it is computed between two passes.
-        parted: what of the graph sends tensors in parts, if something does; the graph is its.
+        parted: the graph with its conversions, if stages send tensors in parts.
     """
 
     degree: Degree
@@ -78,13 +78,13 @@ class CutModel:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What a dry run of a cut model has shown.
+    """The result of a dry run of a cut model.
 
     Attributes:
         rehearsal: the tensors between stages, and the bytes that a micro-batch takes.
         gathered: by stage, the most bytes that ZeRO-3 gathers at once; 0 without it.
         low: by stage, the parameters of which a step has copies in 16 bits, for all of its
-            micro-batches. Nothing under ZeRO-3: they come and go with what it gathers.
+            micro-batches. Empty under ZeRO-3, whose copies come and go with gathered parameters.
     """
 
     cut: CutModel
@@ -105,9 +105,9 @@ def dry_run(cut: CutModel, *, repeats_equal: bool, known: Known) -> StageBytes:
     """Run each stage once on tensors without memory.
 
     Args:
-        repeats_equal: whether repeated blocks make tensors that look the same, so that few of them
-            are enough.
-        known: what earlier dry runs of the degree have found; this one adds to it.
+        repeats_equal: whether repeated blocks make tensors of equal shapes and dtypes, so that
+            running few of them is enough.
+        known: results of earlier dry runs of this degree; those of this one are added.
     """
     rehearsal = rehearse_deep(
         cut.degree.flow,
@@ -194,7 +194,7 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
 
 
 def _of_loss(cut: CutModel, stage: Stage, *, compiled: bool) -> int:
-    """Bytes that a stage's loss has for a moment."""
+    """Bytes that exist only within the backward of a stage's loss."""
     sizes = loss_bytes(cut.graph, stage.nodes, compiled=compiled)
     return max((at_batch(size, cut.rows) for size in sizes), default=0)
 
@@ -202,9 +202,9 @@ def _of_loss(cut: CutModel, stage: Stage, *, compiled: bool) -> int:
 def _with_loss(
     peak: Counter[str], at: Instruction | None, whole: WholeLoss, plan: Plan
 ) -> step_programs.StageMoment:
-    """What the last stage holds at its fullest: in the second pass, or in the loss before it.
+    """The most bytes that the last stage holds: in the second pass, or in the loss before it.
 
-    Its own embeddings and their gradients are there in both; the loss has those of all replicas.
+    Both hold the stage's own embeddings and their gradients; the loss holds those of all replicas.
     """
     own = whole.embedding_bytes(plan.batch.rows // plan.mesh.dp)
     loss = whole.held(plan.batch.rows, plan.precision)
@@ -247,7 +247,7 @@ def with_eager_depths(
 
 
 def check_fits(plan: Plan, limits: Sequence[int]) -> None:
-    """Compare what the programs hold, to the byte, with the limit of each pipeline rank.
+    """Compare the exact bytes that programs hold with the limit of each pipeline rank.
 
     Raises:
         Overflow: names the stages of the first rank that holds too much.

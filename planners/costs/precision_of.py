@@ -1,4 +1,4 @@
-"""What a graph's nodes compute in, and what follows from that of a device's figures."""
+"""The dtype in which each node of a graph computes, and the device figures that this needs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from autopipe.stages.precision import AUTOCAST, COMPUTED_LOW
 
 
 def whole_seconds(graph: Graph, device: Device, precision: str, rows: int = 1) -> float:
-    """Seconds in which a device computes forward and backward of so many rows, node after node."""
+    """Seconds of a graph's forward and backward on a device, node after node, at some rows."""
     formulas = op_costs.costs(graph)
     both = op_seconds.seconds(formulas, rows, device, computed_in(graph, formulas, precision))
     return float(sum(way.sum() for way in both))
 
 
 def need(graph: Graph, precision: str) -> Need:
-    """The figures of a device that the graph's seconds follow from."""
+    """The figures of a device from which the graph's seconds follow."""
     formulas = op_costs.costs(graph)
     names = [op_seconds.rate_name(dtype) for dtype in computed_in(graph, formulas, precision)]
     pairs = [*zip(formulas, names, strict=True)]
@@ -31,7 +31,7 @@ def need(graph: Graph, precision: str) -> Need:
 
 
 def products(graph: Graph) -> tuple[str, ...]:
-    """What the model itself multiplies matrices in, as a plan has it."""
+    """The dtype of the model's own matrix products, as a plan has it."""
     found = {
         op_seconds.rate_name(formula.dtype) for formula in op_costs.costs(graph) if formula.dims
     }
@@ -41,9 +41,9 @@ def products(graph: Graph) -> tuple[str, ...]:
 def computed_in(
     graph: Graph, formulas: Sequence[op_costs.NodeCost], precision: str
 ) -> list[torch.dtype]:
-    """What each node computes in: under autocast some in another dtype than the graph says.
+    """The dtype in which each node computes; under autocast it may differ from the graph's.
 
-    torch leaves those of fp64 as they are.
+    Autocast leaves fp64 as it is.
     """
     low = AUTOCAST.get(precision)
     return [

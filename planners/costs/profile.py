@@ -59,12 +59,13 @@ transfers, gradients in another dtype, a copy of what they sum."""
 
 
 class Profiled(NamedTuple):
-    """A problem with its bytes, and what it leaves out.
+    """A problem with its bytes, and the names behind its numbers.
 
     Attributes:
-        recomputable: the paths of the blocks that can be recomputed, as the problem numbers them.
-        levels: of each of them and each of its levels the positions of the nodes that run again.
-        repeats_equal: whether repeated blocks were seen to make tensors that look the same.
+        recomputable: the paths of the blocks that can be recomputed, in the problem's order.
+        levels: for each of these blocks and each of its levels, the positions of the nodes that run
+            again.
+        repeats_equal: whether repeated blocks make tensors of equal shapes and dtypes.
     """
 
     problem: Problem
@@ -74,7 +75,7 @@ class Profiled(NamedTuple):
 
 
 class _Timing(NamedTuple):
-    """A problem of seconds alone; by rows and kind of device the short graph's forward seconds."""
+    """A problem without bytes; the short graph's forward seconds, by rows and kind of device."""
 
     problem: Problem
     forward: dict[int, list[Times]]
@@ -88,17 +89,17 @@ class Costing:
     computed only for the degrees that these bounds leave in the search.
 
     Args:
-        kinds: the machine's.
+        kinds: the kinds of devices of the machine.
         batch: rows of the whole batch.
         rows: the micro-batch sizes to consider, ascending.
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
-        precision: what matrix products are computed in.
-        recompute: paths of the blocks that run again in backward whole, and words for ops that do
-            in the others (`asked_ops`); None: the planner's choice of all that can.
-        offload: paths of the blocks that offload what they keep; None: the planner's choice.
+        precision: the dtype of matrix products.
+        recompute: paths of the blocks that run again whole, and words for ops that run again in
+            the others (`asked_ops`); None: the planner chooses.
+        offload: paths of the blocks that offload; None: the planner chooses.
         zeros: the ZeRO stages to choose from.
         tp: the tensor-parallel degree whose first rank runs the graph.
-        sending: what the nodes of the graph, or of a part of it, exchange with the other ranks.
+        sending: gives the exchanges of the graph's nodes, or of a part of it, with other ranks.
         compiled: whether stages run compiled: memory-bound ops fused, the least bytes kept.
         forwards: how often a step runs each micro-batch forward.
         dividing: the tensors of which each tensor-parallel rank may send a part.
@@ -126,7 +127,7 @@ class Costing:
 
     @cached_property
     def timed(self) -> Problem:
-        """The problem as far as seconds go: nothing is kept, nothing crosses."""
+        """The problem with seconds only: no bytes are saved, and none cross cuts."""
         return self._timed.problem
 
     def profiled(self, *, check: bool = True) -> Profiled:
@@ -182,9 +183,9 @@ class Costing:
         return Profiled(problem, paths, tuple(own.nodes() for own in levels), equal)
 
     def parts(self, rows: int, kind: int) -> NDArray[np.float64]:
-        """What the units' seconds of a micro-batch go to on a kind of device: shape (3, units).
+        """The units' seconds of a micro-batch by cause, on a kind of device: shape (3, units).
 
-        The rows are those of `op_seconds.parts`; what ranks exchange is not among them.
+        The three causes are those of `op_seconds.parts`; exchanges between ranks are not included.
         """
         starts = np.array(self.units.starts)
         formulas, dtypes = self._formulas(self._short)
@@ -212,8 +213,8 @@ class Costing:
 
     @property
     def _room(self) -> float:
-        """Bytes that the fewest rows may keep so that no plan is in want of memory: the smallest
-        device holds the model and all that the whole batch keeps many times over."""
+        """Bytes up to which the fewest rows leave memory out of question: the smallest device then
+        holds the model, and the whole batch's saved bytes many times over."""
         if self._words or self.offload:
             return 0.0
         model = sum(int(state.spec.bytes) for state in self.flow.graph.states.values())
@@ -230,11 +231,11 @@ class Costing:
         return words_of(self.recompute, self.blocks)
 
     def _constraints(self, levels: Sequence[BlockLevels]) -> Constraints:
-        """The constraints with what is asked to run again, ops as far as that saves bytes, and what
-        is asked to offload, of which nothing runs again.
+        """The constraints with the blocks and ops that are asked to run again (ops only if that
+        saves bytes) and the blocks that are asked to offload, whose ops do not run again.
 
         Args:
-            levels: of each block; none: they are not known yet.
+            levels: the levels of each block; empty: not known yet.
         """
         asked = self.constraints
         away = [n for n, block in enumerate(self._may) if block.path in (self.offload or ())]
@@ -248,20 +249,20 @@ class Costing:
         return replace(asked, recompute=tuple(sorted(again.values())))
 
     def _segments(self, short: Short) -> list[str | None]:
-        """Of each node of a short graph the path of the block that it is in."""
+        """The path of the block of each node of a short graph."""
         owner = owners(self.blocks, 0, len(self.flow.graph.nodes))
         return [owner[p].path if p in owner else None for p in short.kept]
 
     @property
     def _numbers(self) -> list[int]:
-        """Of each node the number of the block that it may run again with, or -1."""
+        """For each node the number of the block with which it may run again, or -1."""
         numbers = [-1] * len(self.flow.graph.nodes)
         for number, block in enumerate(self._may):
             numbers[block.first : block.stop] = [number] * (block.stop - block.first)
         return numbers
 
     def _timed_by(self, short: Short) -> _Timing:
-        """The problem by the seconds of a short graph."""
+        """The problem, from the seconds of a short graph."""
         flow, units, may = self.flow, self.units, self._may
         parameters, frozen, constants, copies = states(flow, units, ())
         costs = self._formulas(short)
@@ -290,7 +291,7 @@ class Costing:
         return _Timing(problem, {profile.rows: forward for profile, forward in made})
 
     def _formulas(self, short: Short) -> Formulas:
-        """The costs of a short graph's nodes, and what each computes in."""
+        """The cost formulas of a short graph's nodes, and the dtype in which each computes."""
         formulas = op_costs.costs(short.graph)
         dtypes = computed_in(short.graph, formulas, self.precision)
         if self.compiled:

@@ -1,4 +1,4 @@
-"""Which bytes a graph saves for backward, observed by running it on tensors without memory.
+"""Observe which bytes a graph saves for backward, by running it on tensors without memory.
 
     graph, rows --observe_saved--> Seen: each saved storage, its bytes, the node that makes it and
                                    the nodes that save it
@@ -47,15 +47,15 @@ Levels = Mapping[str, tuple[OpLevel, ...]]
 
 @dataclass(frozen=True)
 class Seen:
-    """What one run of a graph has shown.
+    """The observations of one run of a graph.
 
     Attributes:
-        storages: those that autograd keeps, each with its bytes.
-        made_in: what the nodes' results are made in, by the nodes' positions.
+        storages: the saved storages, each with its bytes.
+        made_in: the dtypes of the nodes' results, by position.
         copies: the parameters of which there are copies in low precision.
-        levels: of compiled stages, if they are wanted.
-        made: of each node of the short graph the most bytes of what its backward has made and still
-            needs, of compiled stages.
+        levels: the levels of blocks in compiled stages, if they are wanted.
+        made: in compiled stages, for each node of the short graph, the most bytes that its backward
+            has made and still needs.
     """
 
     storages: tuple[Storage, ...]
@@ -67,10 +67,10 @@ class Seen:
 
 
 class KeptBytes(NamedTuple):
-    """What a graph keeps, at each number of rows.
+    """The bytes that a graph keeps, at each number of rows.
 
     Attributes:
-        saved: the storages, by the rows.
+        saved: the saved storages, by the rows.
         made: as `Profile` has it, by the rows.
         made_in: the dtypes of values.
         low: the parameters of which there are copies in low precision.
@@ -86,17 +86,17 @@ class KeptBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Saving:
-    """What autograd saves of a graph, observed in runs of a shorter one.
+    """Finds the bytes that a graph saves, from runs of a shorter graph.
 
     Args:
         check: whether to check that bytes are a straight line in the rows.
-        segments: of each node of the short graph its block.
+        segments: the block of each node of the short graph.
         compiled: whether stages run compiled and keep the least (`joint.run_again`); else they keep
             what autograd saves.
-        seconds: of the short graph's nodes that may run again, by position, what it takes with the
-            fewest rows; of those in blocks.
-        room: if the fewest rows keep no more bytes than these, nothing need run again, and there
-            are no levels. (Those of compiled stages come with what they keep.)
+        seconds: the seconds, at the fewest rows, of the short graph's nodes in blocks that may run
+            again, by position.
+        room: if the fewest rows keep no more bytes than this, nothing has to run again, and no
+            levels are made. (Levels of compiled stages come along with their kept bytes.)
     """
 
     flow: Dataflow
@@ -109,16 +109,16 @@ class Saving:
     room: float
 
     def at(self, units: Units, rows: Sequence[int], again: NDArray[np.int64]) -> KeptBytes:
-        """What is kept at each number of rows.
+        """The kept bytes at each number of rows.
 
-        Bytes are a straight line in the rows for nearly every model, except that the smallest
-        number of rows may be off it. Two runs give the line; a third checks it if asked to.
+        They are a straight line in the rows for nearly every model, but the smallest number of rows
+        may be off the line. Two runs give the line; a third one checks it if asked to.
 
         Args:
-            again: of each node the number of the block that it may run again with, or -1.
+            again: for each node the number of the block with which it may run again, or -1.
 
         Raises:
-            Uneven: the short graph does not tell.
+            Uneven: the short graph's bytes do not hold for the whole graph.
         """
         observe = cache(partial(self._observe, rows[0]))
         first, where = observe(rows[0]), cache(partial(self._by_unit, units, again))
@@ -165,7 +165,7 @@ class Saving:
     def _by_unit(
         self, units: Units, again: NDArray[np.int64], storages: tuple[Storage, ...]
     ) -> dict[tuple[int | None, tuple[int, ...], int | None], list[int]]:
-        """Numbers of the storages that are kept in the same units, by those."""
+        """The numbers of the storages that the same units keep, by these units."""
         found: dict[tuple[int | None, tuple[int, ...], int | None], list[int]] = defaultdict(list)
         for number, seen in enumerate(storages):
             for made, savers in self.short.along(seen):
@@ -181,7 +181,7 @@ class Saving:
 
 
 class _SavedLine(NamedTuple):
-    """What is kept at a number of rows: bytes of a run's storages, and of what it makes."""
+    """The bytes of a run at a number of rows: of saved storages, and made in backward."""
 
     seen: Seen
     bytes: Sequence[int]
@@ -236,7 +236,7 @@ def observe_saved(
 
     Raises:
         CannotSplit: the graph cannot be differentiated, and compiled stages are asked for.
-        Uneven: blocks that should be alike do not make what looks the same.
+        Uneven: blocks that should be equal make tensors of other shapes or dtypes.
     """
     found: Levels = {}
     nodes = len(short.graph.nodes)
@@ -305,9 +305,9 @@ def _levels(
 
 
 def _kept_by_graphs(division: Division) -> dict[int, KeptStorage]:
-    """What the joint graph of a whole model keeps, each with the nodes that read it.
+    """The storages that the joint graph of a whole model keeps, each with the nodes that read it.
 
-    What only backward reads, as the copy that an activation in place makes of its input, is kept
+    A storage that only backward reads (an in-place activation's copy of its input) counts as kept
     by the node that makes it.
     """
     found: dict[int, KeptStorage] = {}
@@ -323,10 +323,10 @@ def _kept_by_graphs(division: Division) -> dict[int, KeptStorage]:
 
 
 def _made_by(division: Division, nodes: int, segments: Sequence[str | None]) -> NDArray[np.int64]:
-    """As `Seen.made` has it, of so many nodes.
+    """`Seen.made` of the first `nodes` nodes.
 
-    A call of backward is of the node whose values it reads, if it reads any, else of that of the
-    call before; and in that node's block.
+    A call of backward belongs to the node whose values it reads or, if it reads none, to the node
+    of the call before.
     """
     found, of = np.zeros(nodes, np.int64), list[int]()
     for call in division.first:

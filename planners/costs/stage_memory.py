@@ -1,8 +1,8 @@
 """Bytes that a rank has of a stage's parameters, gradients and optimizer state, by the ZeRO stage.
 
-sharing    over how many ranks the rows of each parameter are dealt out
-memory     what is there all the time, with what the programs hold at their fullest moment
-passing    gradients that come and go
+sharing    the number of ranks over which each parameter's rows are sharded
+memory     bytes that are held all the time, and those of the programs at their fullest moment
+passing    bytes of gradients that come and go
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from autopipe.sharding.local_graph import replicated
 def sharing(
     stages: Sequence[Stage], sharding: Sharding | None, placed: Sequence[int], plan: Plan
 ) -> dict[str, int]:
-    """Of each state the number of ranks that shards of it are dealt out to.
+    """For each state the number of ranks over which it is sharded.
 
     ZeRO-2 and 3 shard each stage over its replicas, ZeRO-1 over all ranks that a gradient is summed
     over: those of tied stages too, and tensor-parallel ones that each have a part of the sum.
 
     Args:
-        sharding: over tensor-parallel ranks; None: there is one.
+        sharding: the sharding over tensor-parallel ranks; None: there is one rank.
         placed: the pipeline rank of each stage.
     """
     ranks: dict[str, set[int]] = defaultdict(set)
@@ -54,13 +54,13 @@ def memory(
     plan: Plan,
     optimizer_factor: float,
 ) -> Memory:
-    """What a stage holds.
+    """The bytes that a stage holds.
 
     Args:
-        over: how many ranks have shards of each of its states, but for those that an earlier stage
-            of its rank has.
+        over: for each of its states the number of ranks that have shards; without the states of an
+            earlier stage of its rank.
         peak: bytes of activations and transfers at the fullest moment.
-        copies: bytes of parameters beside its own: copies, and what ZeRO-3 gathers.
+        copies: bytes of copies of parameters, and of parameters that ZeRO-3 gathers.
         passing: bytes of `Memory.passing`.
     """
     states = {name: graph.states[name] for name in over}
@@ -87,7 +87,7 @@ def memory(
 
 
 def share_of(shape: Sequence[Dim], size: int, ranks: int) -> int:
-    """Bytes of a parameter's rows that the first of so many ranks gets."""
+    """Bytes of a parameter's rows on the first of a number of ranks."""
     rows = int(shape[0]) if shape else 1
     return -(-rows // ranks) * size // rows if rows else 0
 
@@ -101,16 +101,15 @@ def passing(
     *,
     compiled: bool,
 ) -> tuple[int, Kind | None]:
-    """Bytes of `Memory.passing`, and what is done then; None: a backward.
+    """Bytes of `Memory.passing`, and the name of the moment of their peak; None: a backward.
 
-    From the second micro-batch on, each gradient is made beside the sum that it is added to; of
-    compiled stages it is among what their backward makes (`joint.fullest_call`). A
-    bucket is filled at the end, when the last backward has let go of what is at the peak; so are
-    gradients in 16 bits cast for the optimizer. Under ZeRO-2 and 3 every backward fills
-    buckets.
+    From the second micro-batch on, each gradient exists beside the sum to which it is added; in
+    compiled stages it is among the bytes made by backward (`joint.fullest_call`). A bucket is
+    filled at the end, when the last backward has freed its peak; then 16-bit gradients are also
+    cast for the optimizer. Under ZeRO-2 and 3 every backward fills buckets.
 
     Args:
-        loss: bytes that the stage's loss has for a moment (`loss_bytes`).
+        loss: bytes that exist only within the backward of the stage's loss (`loss_bytes`).
         compiled: whether the stage's backward runs as compiled graphs.
     """
     trained = [state for name in names if (state := graph.states[name]).trainable]

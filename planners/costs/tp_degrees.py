@@ -49,7 +49,7 @@ MOST = 16
 class Degree:
     """A model as the first rank of a tensor-parallel group runs it.
 
-    The first rank has the largest shard of what does not divide.
+    The first rank has the largest shard of a dim that does not divide evenly.
 
     Attributes:
         whole: the model as traced, and its blocks.
@@ -75,18 +75,17 @@ class Degree:
 
 
 def degrees(cluster: Cluster, asked: int | None, graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """The degrees to try, ascending, and the degrees to try where nothing fits at those.
+    """The degrees to try, ascending, and the degrees to try if nothing fits at those.
 
-    Within nodes first, up to the largest: those that divide every node, and all that divide the
-    model, which may leave some devices idle and smaller nodes altogether. Beyond them only where
-    that is not possible.
+    First those within a node: degrees that divide every node's devices, and degrees that divide the
+    model, which may leave devices or whole smaller nodes idle. Larger degrees come second.
 
     Args:
-        asked: the one to have; None: any.
+        asked: the degree that the user wants; None: any.
         graph: the model as traced.
 
     Raises:
-        InfeasibleError: more than there are devices.
+        InfeasibleError: the degree is larger than the number of devices.
     """
     devices, nodes = cluster.num_devices, cluster.devices_per_node
     if asked is not None:
@@ -131,12 +130,12 @@ def as_one_rank(
     """The model at one degree.
 
     Args:
-        rows: of the micro-batch for which the sharding is the best.
-        slowest: the device by whose seconds it is, and the link.
-        sequence: also consider shards of the batch's second dim.
+        rows: the rows of the micro-batch for which the sharding is optimal.
+        slowest: the device and the link for which it is optimal.
+        sequence: whether to consider shards of the batch's second dim.
 
     Raises:
-        InfeasibleError: nothing of the model divides into so many parts.
+        InfeasibleError: no tensor of the model divides into so many parts.
     """
     if slowest.link is None:
         return Degree(tp, traced, blocks, None, traced, flow, blocks)
@@ -154,7 +153,7 @@ def check_degree(graph: Graph, tp: int, most: int | None = None) -> None:
     """Refuse a degree that is asked for and divides nothing, before anything is measured for it.
 
     Args:
-        most: how many devices there are, if they are known; of more `degrees` says that they lack.
+        most: the number of devices, if it is known; `degrees` refuses larger degrees.
 
     Raises:
         InfeasibleError: no dim of a parameter divides, or no attention's heads do; names the first.
@@ -170,9 +169,9 @@ def check_degree(graph: Graph, tp: int, most: int | None = None) -> None:
 def _check_heads(graph: Graph, tp: int) -> None:
     """Refuse a degree that is asked for and leaves every attention whole on every rank.
 
-    Such a plan is right, but its ranks do the same work: nobody means that. Where nobody asks, it
-    may still be all that fits. Of a model whose stages have 1, 2, 4 and 8 heads, as SegFormer's
-    do, the attentions that do not divide stay whole.
+    Such a plan is right, but its ranks repeat the same work, which nobody asks for on purpose. (A
+    search may still choose it if nothing else fits.) In a model whose attentions have 1, 2, 4 and 8
+    heads (SegFormer), those that do not divide stay whole.
     """
     attentions = _heads(graph)
     if attentions and all(heads % tp for heads in attentions.values()):
@@ -188,7 +187,7 @@ def _check_heads(graph: Graph, tp: int) -> None:
 def _heads(graph: Graph) -> dict[str, int]:
     """The heads of each attention whose number is known, by the name of its node.
 
-    It is not where they lie in one dim with the rows, or with windows of a picture: [12b, n, d].
+    It is unknown where heads share a dim with the rows, or with windows of a picture: [12b, n, d].
     """
     found = {}
     for node in graph.nodes:
@@ -210,7 +209,7 @@ def _check_divides(flow: Dataflow, sharding: Sharding, cluster: Cluster) -> None
 
 
 def _undivided(graph: Graph, tp: int, most: int) -> InfeasibleError:
-    """No parameter divides into `tp` parts; the hint has degrees up to `most` that do."""
+    """The error if no parameter divides into `tp` parts; the hint has degrees up to `most` that do."""
     sizes = {
         int(size)
         for state in graph.states.values()
@@ -235,9 +234,8 @@ def exchanges(graph: Graph, ranks: int, precision: str = "fp32") -> list[Exchang
 
     Most nodes exchange nothing: ((None, None), 0).
 
-    Under autocast what a matrix product has made is sent in its own dtype, and so is the
-    gradient of what column-parallel layers multiply (`sharding.column_linear`); all else is in
-    fp32.
+    Under autocast results of matrix products are sent in their own dtype, and so are gradients of
+    the inputs of column-parallel layers (`sharding.column_linear`); all else is sent in fp32.
     """
     low = AUTOCAST.get(precision)
     lowered = {node.name for node in graph.nodes if node.short in COMPUTED_LOW}
@@ -257,11 +255,11 @@ def exchanges(graph: Graph, ranks: int, precision: str = "fp32") -> list[Exchang
 def sending_seconds(
     graph: Graph, rows: int, link: Link, ranks: int, precision: str = "fp32"
 ) -> list[tuple[float, float]]:
-    """Forward and backward seconds that each node's collective takes, 0 for one that has none.
+    """Forward and backward seconds of each node's collective; 0 without one.
 
     Args:
-        graph: one rank's of so many, or a part of it.
-        link: what joins the ranks.
+        graph: the graph of one rank, or a part of it.
+        link: the link between the ranks.
 
     """
     found = []

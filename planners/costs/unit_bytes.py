@@ -1,4 +1,4 @@
-"""Bytes that units hold once and that they send: states, the largest gradient, crossings."""
+"""Bytes of units that do not depend on the schedule: states, the largest gradient, crossings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from autopipe.stages.precision import copy_bytes
 def states(
     flow: Dataflow, units: Units, lowered: Collection[str]
 ) -> tuple[tuple[Shared, ...], ...]:
-    """Trainable parameters, frozen ones, all else that is held, and the copies of masters.
+    """Bytes of trainable parameters, of frozen ones, of other held states, and of masters' copies.
 
     Args:
-        lowered: the parameters of which a step has copies; those that autocast casts are held.
+        lowered: the parameters of which a step has copies; copies that autocast makes are held.
     """
     trainable, frozen, other, copies = (Counter[tuple[int, ...]]() for _ in range(4))
     for name, state in flow.graph.states.items():
@@ -38,7 +38,7 @@ def states(
 
 
 def largest(flow: Dataflow, units: Units) -> tuple[int, ...]:
-    """Of each unit the bytes of the largest gradient that it makes."""
+    """For each unit the bytes of the largest gradient that it makes."""
     found = [0] * len(units.starts)
     for name, state in flow.graph.states.items():
         for unit in {units.of(position) for position in flow.users[State(name)] if state.trainable}:
@@ -49,11 +49,11 @@ def largest(flow: Dataflow, units: Units) -> tuple[int, ...]:
 def crossings_of(
     flow: Dataflow, units: Units, made_in: Made, dividing: Collection[Ref]
 ) -> Callable[[int], tuple[Crossing, ...]]:
-    """For so many rows the tensors that leave the unit they are made in; those that go the same way
-    as one.
+    """The tensors that leave the unit in which they are made, at a number of rows. Tensors with the
+    same units at both ends count as one.
 
     Args:
-        dividing: those of which each tensor-parallel rank may send a part.
+        dividing: the tensors of which each tensor-parallel rank may send a part.
     """
     carrying = gradient_values(flow.graph)
     ways: dict[tuple[int, tuple[int, ...], bool, bool], Counter[TensorSpec]] = defaultdict(Counter)

@@ -129,7 +129,7 @@ class WatchedStage:
     owned: set[int]
 
     def watch(self, done: Done = lambda: None) -> Watch:
-        """What notes a run."""
+        """The `Watch` for a run."""
         return Watch(self.flow, self.lowered.module, self.owned, self.segments, done)
 
     def joint(self, watch: Watch) -> JointGraph:
@@ -147,10 +147,10 @@ class WatchedStage:
 def watched_stage(
     short: Short, precision: str, rows: int, segments: Sequence[str | None]
 ) -> Iterator[WatchedStage]:
-    """Lower a short graph for so many rows.
+    """Lower a short graph for a number of rows.
 
     Args:
-        segments: of each node its block; none: there are no blocks.
+        segments: the block of each node; empty: there are no blocks.
     """
     graph = short.graph
     flow = analyse(graph)
@@ -169,7 +169,7 @@ def watched_stage(
 
 
 def _refused(node: Node, error: RuntimeError) -> ModelError:
-    """An op that torch does not compute of what autocast makes of its arguments."""
+    """The error for an op that torch refuses for the dtypes that autocast gives its arguments."""
     return ModelError(
         f"{node.place or node.name}: under autocast {node.short} raises {type(error).__name__}: "
         f"{str(error).splitlines()[0]}",

@@ -11,7 +11,7 @@ Other rooms use: `make_plan.plan`, `replan.replan`, `arguments`, `outcomes`,
     request        what was asked, what was traced, both on devices       values
     make_plan      `plan`: its phases in order                            start reading here
     arguments      each argument checked and completed
-    precisions     the one asked for, or the first usual one that goes
+    precisions     the precision asked for, or the first usual one in which the model runs
     against_eager  the graph computes what the model does
     loss_grouping  the loss is the same however its rows are grouped
     candidate      one tensor-parallel degree: its Problem, its search

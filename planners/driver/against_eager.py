@@ -1,15 +1,16 @@
 """Run the first rows through the model and through its graph, and refuse a graph that differs.
 
-    micro-batch 0    loss, each gradient, buffers      a branch, a hook, a custom backward lost
-    micro-batch 1    the same, of other weights        what is kept from one call to the next lost
-    once more        far ahead, if it counts calls     what is another one after a warm-up
+    compared                                             finds in the graph
+    micro-batch 0    loss, each gradient, buffers        a lost branch, hook or custom backward
+    micro-batch 1    the same, with other weights        a lost value kept from call to call
+    once more        with counts of calls far ahead      a lost end of a warm-up
 
 Both have the same weights and run on the CPU, the graph as the module that a single stage runs.
-Between the two micro-batches weights move as an optimizer would move them: what forward has made of
-them, and keeps, is old then.
-They call the same kernels, so most results are equal bit by bit. A model whose runs would take more
-than a second (`MOST_FLOPS`), or whose weights take much memory (`MOST_BYTES`), is not run; it is
-refused if a second call of it was seen to make other calls of torch (`Trace.unsteady`).
+Between the two micro-batches weights move as an optimizer would move them: a kept value that
+forward has computed from them is stale then. Both call the same kernels, so most results are equal
+bit by bit. A model whose runs would take more than a second (`MOST_FLOPS`), or whose weights take
+much memory (`MOST_BYTES`), is not run. It is refused if its second run made other calls of torch
+than its first (`Trace.unsteady`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         say: receives the reason if the two could not be compared.
 
     Raises:
-        CaptureError: they differ; names what, by how much, and the user's line where it begins.
+        CaptureError: they differ; names the tensor, the difference and the user's line.
         ModelError: the model cannot be trained on such a batch (`on_every_rank`).
     """
     with ExitStack() as until:
@@ -100,12 +101,12 @@ def check_at_lengths(
 
     Args:
         skeleton: the model with fake parameters.
-        traced: at the longest.
+        traced: the trace at the longest length.
         example: a batch of the longest rows.
-        say: as `check` has it.
+        say: as for `check`.
 
     Raises:
-        ModelError: the model cannot be run at a length, or its graph is another one there.
+        ModelError: the model cannot be run at a length, or its graph there differs from the model.
     """
     others = request.lengths[:-1]
     if not others:
@@ -124,7 +125,7 @@ def check_at_lengths(
 def _both(
     request: PlanRequest, traced: Trace, model: nn.Module, batches: Sequence[Any], say: Say
 ) -> tuple[Outcome, Outcome, dict[int, Outcome]] | None:
-    """What model and graph make of two micro-batches, and the model with its counts far ahead."""
+    """The outcomes of model and graph on two micro-batches, and of the model far ahead."""
     kept = traced.kept
     followers = {name: model.get_parameter(name) for name in written_parameters(traced.graph)}
     with ExitStack() as until:
@@ -164,17 +165,17 @@ def _both(
 
 
 def _dense_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a graph may have, each under its first name; sparse ones are of calls that
-    run as they are."""
+    """The buffers that a graph may have, each under its first name: not sparse ones, which only
+    calls that run as they are read."""
     return {n: b for n, b in model.named_buffers() if b.layout == torch.strided}
 
 
 def with_weights(
     request: PlanRequest, skeleton: nn.Module, graph: Graph, say: Say | None = None
 ) -> nn.Module | None:
-    """The model with its weights; None if it is too large, has no values, or is on no CPU.
+    """The model with its weights; None if it is too large, has no values, or is not on the CPU.
 
-    `say` receives a line for what `model()` does not write, as `unwritten.with_numbers` does.
+    `say` receives a line for each parameter that `model()` does not write (`unwritten`).
     """
     flops = sum(float(at_batch(cost.forward_flops, ROWS)) for cost in costs(graph))
     if flops > MOST_FLOPS or parameter_bytes(skeleton) > MOST_BYTES:
@@ -232,7 +233,7 @@ def _stepped(weight: Tensor, gradient: Tensor | None) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within, kernels take one core: sums keep their order, and busy cores are not waited for."""
+    """Within, kernels use one core: sums keep their order, and no kernel waits for busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -242,7 +243,7 @@ def one_thread() -> Iterator[None]:
 
 
 class _SameNumbers(TorchDispatchMode):
-    """Makes each random op draw from one seed: dead ones of the model are not in its graph."""
+    """Makes each random op draw from one seed, since the graph lacks the model's unused draws."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -255,7 +256,7 @@ class _SameNumbers(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Runnable:
-    """A model or its graph: `run` takes a batch's tensors, `states` gives what is kept now."""
+    """A model or its graph: `run` takes a batch's tensors, `states` gives the kept tensors."""
 
     run: Callable[..., Any]
     specs: Sequence[InputSpec]
@@ -265,7 +266,7 @@ class _Runnable:
 def _outcome(
     run: _Runnable, model: nn.Module, batches: Sequence[Any], weights: Weights, first: int = 0
 ) -> Outcome:
-    """Run micro-batches, the `first` of them with the weights of that one."""
+    """Run micro-batches, counted from `first`, each with its own weights."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = Outcome()
     for number, rows in enumerate(batches, first):
@@ -311,7 +312,7 @@ def _far_ahead(
 
 
 def _gradients(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    """By backward, as training does: a reentrant checkpoint refuses torch.autograd.grad."""
+    """The gradients, by backward as in training: reentrant checkpoints refuse autograd.grad."""
     before = {name: parameter.grad for name, parameter in trained.items()}
     for parameter in trained.values():
         parameter.grad = None
@@ -324,7 +325,7 @@ def _gradients(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> dict[str, T
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
-    """As a graph has it: those of embeddings with sparse=True are dense in one."""
+    """A gradient as the graph has it: dense, also for embeddings with sparse=True."""
     return None if gradient is None else gradient.to_dense()
 
 
@@ -335,7 +336,7 @@ def _of_graph(
     batches: Sequence[Any],
     weights: Weights,
 ) -> Outcome:
-    """What the graph makes of the same weights, lowered as one stage."""
+    """The graph, lowered as one stage over the same weights."""
     graph, rows = traced.graph, traced.rows or ROWS
     own = {name: tensor.clone() for name, tensor in before.items()}
     named = {**dict(model.named_parameters()), **own}

@@ -53,7 +53,7 @@ def check(
         say: receives the reason if the two are not compared.
 
     Raises:
-        ModelError: they differ: what a row becomes depends on the rows beside it.
+        ModelError: they differ: a row's results depend on other rows of its batch.
     """
     why = _unlike(traced.graph)
     if why:
@@ -84,7 +84,7 @@ def check(
 
 
 def _unlike(graph: Graph) -> str:
-    """Why the two may differ of a model that is right; empty: they may not."""
+    """Why the two losses may differ for a model that is right; empty: they may not."""
     for node in graph.nodes:
         if "batch_norm" in node.op:
             return f"{node.place}: a batch norm has the statistics of a micro-batch"

@@ -1,6 +1,6 @@
 """The arguments of `plan`, each checked and completed: cluster, schedule, batch, memory limits.
 
-What is wrong with them is refused here, before anything is traced.
+Wrong arguments are refused here, before anything is traced.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def check_words(
     zero: int | None,
     transfers: str | None,
 ) -> None:
-    """Check the arguments that are one of a few words.
+    """Check the arguments that have to be one of a few words.
 
     Raises:
-        AutopipeError: one of them is none of those.
+        AutopipeError: one of them is not.
     """
     if precision is not None:
         refuse_unknown("precision", precision, PRECISIONS)
@@ -84,7 +84,7 @@ def loss_parts_of(asked: int | str | None) -> int | None:
 
 
 def turns_of(asked: str | Sequence[int] | None) -> tuple[int, ...] | None:
-    """The ranks that take turns at each stage; none: one each; None: the planner chooses.
+    """The ranks that take turns at each stage; empty: one each; None: the planner chooses.
 
     Raises:
         AutopipeError: it is neither numbers from 1 on nor one of the words.
@@ -100,17 +100,17 @@ def turns_of(asked: str | Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def on_gpus(cluster: Cluster | LocalSpec) -> bool:
-    """Whether stages are to run on GPUs alone: on this machine, wherever there are any."""
+    """Whether all stages run on GPUs; on this machine, whether it has any."""
     if isinstance(cluster, LocalSpec):
         return torch.cuda.is_available() and not cluster.cpu
     return cluster.all_gpus
 
 
 def refuse_unknown(what: str, asked: str | int, known: Iterable[str | int]) -> None:
-    """Check a word against those there are.
+    """Refuse a word that is not among the known ones.
 
     Raises:
-        AutopipeError: it is none of them.
+        AutopipeError: it is not; names the known words.
     """
     words = list(known)
     if asked not in words:
@@ -123,10 +123,11 @@ def schedule_of(schedule: str | None, chunks: int | None) -> tuple[str | None, P
     """A schedule's name, and its programs if it is one from a file (`WRITTEN`).
 
     Args:
-        chunks: as asked for.
+        chunks: stages on each rank, as asked for.
 
     Raises:
-        ScheduleError: the file holds no schedule, or the schedule has other stages on each rank.
+        ScheduleError: the file holds no schedule, or the schedule has another number of stages on
+            each rank.
     """
     programs: Programs = ()
     if schedule is None or schedule in SCHEDULES:
@@ -162,12 +163,11 @@ def as_written(programs: Programs, pp: int | None, micro_batches: int | None) ->
 def cluster_meant(
     cluster: str | Path | Cluster | None, degrees: tuple[int | None, ...], say: Say
 ) -> Cluster | LocalSpec:
-    """The cluster meant; without a word of it this machine, with as many processes as asked for.
-
-    This machine is still to be `measured`.
+    """The cluster that the words describe; without words this machine, not yet `measured`, with as
+    many processes as the degrees ask for.
 
     Raises:
-        AutopipeError: the words describe none (`spec.parse`).
+        AutopipeError: the words describe no cluster (`spec.parse`).
     """
     if isinstance(cluster, Cluster):
         return cluster
@@ -185,7 +185,7 @@ def cluster_meant(
 
 
 def measured(found: Cluster | LocalSpec, need: Need, say: Say) -> Cluster:
-    """The cluster; where it is this machine, with the figures that a model needs.
+    """The cluster; if it is this machine, with the measured figures that a model needs.
 
     Raises:
         AutopipeError: as `probe.local_cluster`.
@@ -210,11 +210,11 @@ def example_of(inputs: Any) -> tuple[Any, list[InputSpec]]:
 
 
 def lengths_of(inputs: Any, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The lengths ascending, the longest that of the inputs.
+    """The lengths that were asked for, ascending; the longest has to be that of the inputs.
 
     Args:
-        inputs: an example batch, or makes one of so many rows.
-        lengths: as asked for; there may be none.
+        inputs: an example batch, or a function that makes one of a number of rows.
+        lengths: as asked for; may be empty.
 
     Raises:
         ModelError: the batch has no sequence, or its rows are not as long as the longest.
@@ -237,7 +237,7 @@ def lengths_of(inputs: Any, lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def rows_of(inputs: Any, example: Any, specs: Sequence[InputSpec], devices: int) -> int:
-    """The example's own rows; a function that makes as many as one likes has none."""
+    """Rows of the whole batch: those of an example; for a function 8 (the default) a device."""
     own = None if callable(inputs) else batch.rows_of(specs, batch.flatten(example))
     return own or ROWS_PER_DEVICE * devices
 
@@ -245,7 +245,7 @@ def rows_of(inputs: Any, example: Any, specs: Sequence[InputSpec], devices: int)
 def limits_of(
     memory: int | str | Sequence[int | str] | None, cluster: Cluster | LocalSpec
 ) -> tuple[int, ...] | None:
-    """A limit for each device, from one for all of them or from one for each.
+    """The memory limit of each device, from one limit for all or one for each.
 
     Raises:
         AutopipeError: a text is no size, or there are more or fewer limits than devices.
@@ -266,7 +266,7 @@ def limits_of(
 
 
 def check_host(offload: str | Sequence[str] | None, cluster: Cluster | LocalSpec) -> None:
-    """Refuse to offload what blocks keep from GPUs whose link to their host nobody has described.
+    """Refuse offload from GPUs without a described link to their host.
 
     Raises:
         AutopipeError: names the device.
@@ -306,7 +306,7 @@ def _parsed(memory: str) -> int:
 
 
 def examples(inputs: Any, example: Any, specs: Sequence[InputSpec]) -> Callable[[int], Any]:
-    """Makes a batch of so many rows: `inputs` itself, or else rows of the example."""
+    """A function that makes a batch of given rows: `inputs` itself, or it repeats the example."""
 
     def some(rows: int) -> Any:
         return inputs(rows) if callable(inputs) else batch.some_rows(example, specs, rows)
@@ -315,14 +315,14 @@ def examples(inputs: Any, example: Any, specs: Sequence[InputSpec]) -> Callable[
 
 
 def second(inputs: Any, example: Any, specs: Sequence[InputSpec], rows: int = ROWS) -> Any:
-    """The rows behind the first so many, as many again; the first ones if there are no others."""
+    """As many rows again behind the first ones; the first ones if there are no others."""
     more = inputs(2 * rows) if callable(inputs) else example
     leaves = batch.flatten(batch.some_rows(more, specs, 2 * rows))
     return batch.rebuild(more, batch.slice_rows(specs, leaves, rows, 2 * rows))
 
 
 def two(inputs: Any, example: Any, traced: Trace) -> list[Any]:
-    """Two micro-batches: the one that was traced, and other rows if there are any."""
+    """Two micro-batches: the traced one, and one of other rows if there are any."""
     specs, size = traced.inputs, traced.rows or ROWS
     first = example if traced.rows is None else examples(inputs, example, specs)(2 * size)
     return [batch.some_rows(first, specs, size), second(inputs, example, specs, size)]

@@ -47,9 +47,9 @@ class Candidate:
 
     Attributes:
         degree: the model as the first rank of a tensor-parallel group runs it.
-        costing: what its `Problem` is computed from.
-        timed: the problem as far as seconds go: no bytes are counted.
-        watch: gets the seconds that counting bytes and searching take.
+        costing: computes its `Problem`.
+        timed: the problem with seconds only.
+        watch: gets the seconds of counting bytes and of searching.
     """
 
     job: Job = field(repr=False)
@@ -74,7 +74,7 @@ class Candidate:
 
     @contextmanager
     def on_first_rank(self) -> Iterator[None]:
-        """Within, stages are run, without memory, as by its first tensor-parallel rank."""
+        """Within, dry runs are those of the first tensor-parallel rank."""
         with as_first(self.tp), for_gpus(self.job.cluster.has_gpus):
             yield
 
@@ -96,7 +96,7 @@ class Candidate:
         """The problem with its bytes; counted once.
 
         Args:
-            check: as `Costing.profiled` has it, the first time.
+            check: as for `Costing.profiled`; used in the first call.
         """
         if self._counted is None:
             name = f"counting bytes, {self.tp} tensor-parallel"
@@ -113,11 +113,11 @@ class Candidate:
         """The answer of the planner that was asked for.
 
         Args:
-            problem: the counted one, or a stricter one.
-            incumbents, mesh: as of `best_answer`.
+            problem: the counted problem, or a stricter one.
+            incumbents, mesh: as for `best_answer`.
 
         Raises:
-            InfeasibleError: nothing fits, or (Outdone) nothing that is among the best two.
+            InfeasibleError: nothing fits, or (Outdone) nothing that can be among the best two.
         """
         with self.watch("search"):
             return PLANNERS[self.job.request.planner](problem, incumbents, mesh)
@@ -136,7 +136,7 @@ def candidate_at(job: Job, tp: int, watch: Stopwatch) -> Candidate:
 
 
 def _zeros(graph: Graph, wanted: int | None) -> tuple[int, ...]:
-    """The ZeRO stages to choose from: the one wanted, or all that the model may run under.
+    """The ZeRO stages to choose from: the wanted one, or all under which the model can run.
 
     Raises:
         PlanError: ZeRO-3 is wanted, and forward writes a parameter.
@@ -170,7 +170,7 @@ def _with_turns(job: Job) -> Constraints:
 
 
 def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
-    """The model at one degree, and what its problem is computed from."""
+    """The `Costing` of the model at one degree."""
     request, traced, constraints = job.request, job.traced, job.constraints
     precision, graph = request.precision, traced.graph
 
@@ -217,9 +217,9 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
 
 
 def _rows(job: Job, devices: int) -> tuple[list[int], list[int]]:
-    """Rows of the micro-batches that meet the constraints, and of those that a problem has.
+    """Rows of the micro-batches that meet the constraints, and of those in the problem.
 
-    The two differ for `Job.beyond` alone: a refusal says which sizes would fit that break the
+    They differ only with `Job.beyond`: then a refusal also names sizes that would fit but break the
     constraints on dp and micro-batches. A written schedule fixes the number of micro-batches.
     """
     traced, constraints = job.traced, job.constraints

@@ -12,9 +12,9 @@ Four values pass between them:
     Profiled.repeats_equal   whether repeated blocks were seen to make tensors that look the same;
                              if not, the dry run of 3 runs each of them
     Estimate.spare           bytes of the fullest device that the estimate leaves free
-    Problem.beyond           by schedule and ZeRO stage, bytes that the search may not use: where a
-                             plan's exact bytes do not fit, 3 adds what they have too many, or one
-                             more than `spare` if that is more, and searches again
+    Problem.beyond           by schedule and ZeRO stage, bytes that the search may not use: if a
+                             plan's exact bytes do not fit, 3 adds the excess, or `spare` plus one
+                             if that is more, and searches again
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def best_plan(job: Job, watch: Stopwatch, slower_than: Searched | None = None) -
     """The best plan of all tensor-parallel degrees; of equal ones the lowest degree's.
 
     Args:
-        slower_than: the search of a model that takes less time at every degree, if it may need more
-            memory: a degree that is outdone there is so here.
+        slower_than: the search of a variant of the model that is faster at every degree, but may
+            need more memory: a degree that is outdone there is outdone here too.
 
     Raises:
         InfeasibleError: no plan fits; of the refusals the one with the least shortfall.
@@ -182,7 +182,7 @@ def _written(found: Searched) -> Chosen:
 
 
 def _first_that_answer(job: Job, watch: Stopwatch, slower_than: Searched | None) -> Searched:
-    """The search of the preferred degrees; of the others too where nothing fits at those.
+    """The search of the preferred degrees, and of the others if nothing fits at those.
 
     Raises:
         InfeasibleError: nothing fits at any.
@@ -203,7 +203,7 @@ def _first_that_answer(job: Job, watch: Stopwatch, slower_than: Searched | None)
 def _costed(
     job: Job, tps: Sequence[int], watch: Stopwatch
 ) -> tuple[dict[int, Candidate], Refusals]:
-    """The candidates of some degrees, and why there is none of the others."""
+    """The candidates of some degrees, and the refusals of the others."""
     candidates: dict[int, Candidate] = {}
     refusals: Refusals = {}
     with phase("timing each tensor-parallel degree", of=len(tps)) as done:
@@ -217,7 +217,7 @@ def _costed(
 
 
 def searched(candidates: Mapping[int, Candidate]) -> Searched:
-    """Each degree's answer, or why there is none.
+    """The answer of each degree, or its refusal.
 
     The degree of the lowest bound is searched first: the steps it finds are incumbents to the
     others.
@@ -251,9 +251,9 @@ def _nothing_fits(
 ) -> InfeasibleError:
     """The refusal to raise.
 
-    It is that of the degree which lacks the least memory, with what the others say of devices, and
-    with a degree at which a plan fits. Where none lacks memory, the constraints contradict each
-    other: then it is the lowest degree's.
+    It is that of the degree which lacks the least memory, together with the other degrees' words on
+    devices and a degree at which a plan fits. If no degree lacks memory, the constraints contradict
+    each other: then it is that of the lowest degree.
     """
     known = [refusals[tp] for tp in sorted(refusals)]
     wanting = [error for error in known if error.shortfall]
@@ -282,7 +282,7 @@ def _with_what_is_never_cut(refusal: TooFewUnits, trace: Trace) -> InfeasibleErr
 
 
 def _help_of_other_degrees(job: Job, watch: Stopwatch) -> list[Help]:
-    """Where a degree was asked for: the lowest other one at which a plan fits, in words."""
+    """If a degree was asked for, a sentence with the lowest other degree at which a plan fits."""
     asked = job.constraints.tp
     if asked is None:
         return []

@@ -90,7 +90,7 @@ def check(
         example: makes a batch of the given number of rows.
         loss: the user's loss function, with which the trace ends.
         loss_over: "rows", "micro-batch" or "batch".
-        say: receives the reason if the loss could not be checked, but not what it raises itself.
+        say: receives the reason if the loss could not be checked; its own exceptions are raised.
 
     Raises:
         ModelError: names both values and what the loss does; or the loss is a sum and a count over
@@ -164,7 +164,7 @@ def _means(values: Values) -> Values:
 
 
 def _sums(values: Values) -> Values:
-    """Means over labels as sums and counts; of no label a mean is nan, and weighs nothing."""
+    """Means over labels as sums and counts; a mean over no label is nan, and has no weight."""
     whole, one, other = ((m * n if n else 0.0, count) for m, n, count in values)
     return whole, one, other
 
@@ -190,7 +190,7 @@ _TOGETHER = (
 
 
 def _refusal(values: Values, others: Values, labels: LabelCounts | None, place: str) -> ModelError:
-    """What the loss does, by its values for two draws of random numbers."""
+    """The error that says what the loss does, from its values for two draws of random numbers."""
     uneven = labels is not None and labels.terms and values[1][1:] != values[2][1:]
     if labels is not None:
         values, others = _means(values), _means(others)
@@ -342,7 +342,7 @@ def _rows(whole: Tensor, spec: TensorSpec, first: int, minor: bool) -> Tensor:
 
 
 def _own(leaf: Any) -> Any:
-    """A copy of a tensor, for it may be written in place; real numbers in float64."""
+    """A copy of a tensor, since it may be written in place; floats become float64."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.to(torch.float64, copy=True) if leaf.is_floating_point() else leaf.clone()

@@ -30,7 +30,7 @@ SHARE = 1 / 64
 
 
 def best_loss(job: Job, watch: Stopwatch, say: Say) -> Plan:
-    """The best plan, with the loss in as many parts as were asked for, or whole or in parts.
+    """The best plan, with the loss as asked for, or else whole or in parts, as is faster.
 
     Raises:
         InfeasibleError: no plan fits.
@@ -64,7 +64,7 @@ def best_loss(job: Job, watch: Stopwatch, say: Say) -> Plan:
 
 
 def with_parts(traced: Traced, parts: int) -> Traced:
-    """The model with its loss in so many parts; 0: as it is.
+    """The traced model with its loss in `parts` parts; 0: whole.
 
     Raises:
         AutopipeError: its loss is no cross-entropy of a product, or something else reads the
@@ -83,7 +83,7 @@ def with_parts(traced: Traced, parts: int) -> Traced:
 
 
 def _large(job: Job) -> bool:
-    """Whether the logits of the smallest micro-batch are."""
+    """Whether the logits of the smallest micro-batch are large."""
     traced, limits = job.traced, job.constraints.memory or ()
     room = min([*limits, *(device.memory for device in job.cluster.row)])
     every = (head.logits_bytes(traced.least.rows) for head in heads(traced.graph))

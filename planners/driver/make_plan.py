@@ -91,7 +91,7 @@ def plan(
 ) -> Plan:
     """Decide how to split a model over a cluster.
 
-    No process is started but to probe this machine.
+    No process is started, except to measure this machine.
 
     Args:
         model: the model, or the function that builds it; its weights are never allocated.
@@ -117,7 +117,7 @@ def plan(
         cluster: "local:4", "cpu:4", "2x8xA100-80GB", a file, a `Cluster`; default: this machine.
         batch_size: rows of the whole batch; default: the example's, or 8 a device.
         pp, dp, tp, micro_batches: constraints; None leaves them to the planner.
-        micro_batch_size: rows of a micro-batch, in place of their number.
+        micro_batch_size: rows of a micro-batch, instead of `micro_batches`.
         schedule: one of `schedules.registry.SCHEDULES`, or a file that one is written in.
         chunks: stages on each rank, for the schedule interleaved.
         window, depth: at every boundary, the receives posted ahead and, for eager-1f1b, the
@@ -288,8 +288,8 @@ def _traced(
     rows: int,
     say: Say,
 ) -> Trace:
-    """The trace of any number of rows; of one number alone, where the model fixes it and it is
-    known."""
+    """The trace for any number of rows; for one number, if the model fixes it and the request
+    gives it."""
     at = partial(trace_source, request.model, specs=specs, loss=request.loss, skeleton=skeleton)
     at = partial(at, kept=request.sixteen_bits, say=say)
     others = partial(second, request.inputs, example, specs)

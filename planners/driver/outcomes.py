@@ -1,4 +1,4 @@
-"""What a run of a model leaves behind, and how that of its graph differs from it."""
+"""Compare the outcome of a run of a model with that of its graph."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SAME = 1e-6
 
 @dataclass
 class Outcome:
-    """What a run has left behind.
+    """The outcome of a run.
 
     Attributes:
         losses: by micro-batch, (loss,) or (sum, count).
-        gradients: by micro-batch, of its loss alone; none of a loss without one.
+        gradients: by micro-batch, of its loss alone; empty for a loss without gradient.
         kept: by micro-batch, the buffers after it, and the frozen parameters that forward writes.
     """
 
@@ -79,9 +79,9 @@ def compare(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) -> 
 def _compare_later(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) -> None:
     """Refuse a second micro-batch that differs.
 
-    A number of Python's that falls a little in each call (`1 - self.step / 10_000`) makes little of
-    a difference in one. Of a model that was seen to make other calls the second time its graph has
-    to be as near the second time as it was the first.
+    A Python number that falls a little in each call (`1 - self.step / 10_000`) makes only a small
+    difference. So if the model made other calls of torch in its second run, the graph has to be as
+    near in the second micro-batch as it was in the first.
     """
     if traced.unsteady:
         gradients = eager.gradients[0]
@@ -109,10 +109,10 @@ def _compare_later(traced: Trace, eager: Outcome, found: Outcome, tolerance: flo
 
 
 def compare_ahead(traced: Trace, now: Outcome, ahead: Outcome, calls: int) -> None:
-    """Refuse a model that does otherwise on the same rows once it has counted so many more calls.
+    """Refuse a model whose outcome on the same rows differs once its counts are set far ahead.
 
     Raises:
-        CaptureError: names what it keeps, and what differs.
+        CaptureError: names the kept values, and the tensor that differs.
     """
     loss, later = now.losses[0], ahead.losses[0]
     if _off(later, loss) <= SAME and not _wrong_gradients(
@@ -139,7 +139,7 @@ def _wrong_gradients(
 
 
 def _largest(gradient: Tensor | None) -> float:
-    """The largest of its finite entries."""
+    """The largest finite entry of a tensor."""
     if gradient is None or not gradient.numel():
         return 0.0
     return float(gradient.abs().nan_to_num(0.0, 0.0).max())
@@ -173,7 +173,7 @@ def _off(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> f
 
 
 def last_reader(graph: Graph, names: Iterable[str]) -> tuple[str, str]:
-    """Of some parameters the one that is read last in forward, and the user's line there."""
+    """The parameter, among some, that forward reads last, and the user's line there."""
     wanted = {State(name): name for name in names}
     for node in reversed(graph.nodes):
         for value in node.values():

@@ -1,7 +1,7 @@
-"""The precision of a plan, where it is asked for and where it is not.
+"""Choose the precision of a plan.
 
-asked for      that one, or a refusal
-nobody asks    on GPUs bf16; where the model does not go in it bf16-autocast, or else fp32
+asked for        that precision, or a refusal
+not asked for    on GPUs bf16; if the model cannot be planned in it, bf16-autocast, or else fp32
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 def usual_precisions(cluster: Cluster | LocalSpec, model: nn.Module, say: Say) -> Sequence[str]:
-    """Those to try where nobody asks for one, the first that goes: fp32 alone, but for an fp32
-    model on GPUs that have bf16."""
+    """The precisions to try in order if none is asked for: fp32 alone, except for an fp32 model on
+    GPUs that have bf16."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes != {torch.float32}:
         return ("fp32",)
@@ -41,10 +41,10 @@ def usual_precisions(cluster: Cluster | LocalSpec, model: nn.Module, say: Say) -
 
 
 def in_the_first(precisions: Sequence[str], planned: Callable[[str], T], say: Say) -> T:
-    """What `planned` makes in the first precision in which the model can be planned.
+    """The result of `planned` in the first precision in which the model can be planned.
 
     Raises:
-        ModelError: it can in none; what refuses it in the last one, or in two alike.
+        ModelError: there is none; the error of the last precision, or one that two have in common.
     """
     refusal: ModelError | None = None
     for precision in precisions:

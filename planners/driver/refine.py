@@ -1,13 +1,13 @@
-"""Where the estimate is wrong: exact bytes and the longest path correct what the search chose.
+"""Correct the search's choice where its estimate was wrong, by exact bytes and longest paths.
 
-    plan_that_fits    exact bytes of the plan do not fit  ->  search again, with less room by what
-                                                              is too much, or more
+    plan_that_fits    exact bytes of the plan do not fit  ->  search again, with less room, by the
+                                                              excess or more
     recomputing_less  a rank of several stages has room left  ->  recompute fewer blocks
     fastest_by_path   the longest path of the plan A is longer than estimated  ->  write the meshes
                       B, C ... that are estimated below it, and take the one with the shortest path
 
-The estimate leaves out what seldom matters: that tensors which skip stages wait for one another on
-a slow link, or that a later stage's gradients are still being summed when stage 0 is ready.
+The estimate leaves out effects that seldom matter: tensors that skip stages and wait for one
+another on a slow link, or a later stage's gradients that are still summed when stage 0 is ready.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def plan_that_fits(
     """The answer as a plan; where its exact bytes do not fit, the next answer that does.
 
     Args:
-        mesh: the one to search again in; None: all.
+        mesh: the mesh in which to search again; None: all.
 
     Raises:
         InfeasibleError: no plan fits.
@@ -72,10 +72,10 @@ def plan_that_fits(
 
 
 def recomputing_less(plan: Plan, answer: Answer, candidate: Candidate) -> Plan:
-    """The plan, or one that fills what a rank's several stages leave of their shares of memory.
+    """The plan, or one that recomputes less where a rank of several stages has room left.
 
-    The estimate sees no gain, since it takes all stages of a rank for as slow as the slowest: the
-    longest path decides.
+    The estimate sees no gain in that, since it takes all stages of a rank for as slow as the
+    slowest: the longest path decides.
     """
     problem = candidate.counted().problem
     decision = filled(problem, answer.decision)
@@ -95,8 +95,8 @@ def fastest_by_path(plan: Plan, answer: Answer, candidates: Mapping[int, Candida
     """The plan, or one of another mesh whose longest path is shorter.
 
     Args:
-        plan, answer: what the search has found, and the plan written of it.
-        candidates: by tensor-parallel degree.
+        plan, answer: the search's answer, and the plan written from it.
+        candidates: the candidates by tensor-parallel degree.
     """
     if plan.prediction.step_seconds <= TRUSTED * answer.estimate.step_seconds:
         return plan
@@ -123,8 +123,8 @@ def _degrees_of(of: Plan | Alternative) -> MeshDegrees:
 def _others(
     plan: Plan, answer: Answer, candidates: Mapping[int, Candidate]
 ) -> Iterator[MeshDegrees]:
-    """Other meshes that may be faster than the plan: those with an estimate first, then those with
-    a bound alone."""
+    """Other meshes that may be faster than the plan: first those with an estimate, then those with
+    only a bound."""
     steps = {
         _degrees_of(a): a.step_seconds for a in answer.alternatives if a.step_seconds is not None
     }
@@ -145,10 +145,10 @@ def fastest_of(
     """The plan with the shortest longest path, and the others as its alternatives.
 
     Args:
-        written: plans by their meshes.
-        bound: seconds that no plan is below by the estimate.
-        estimated: alternatives that were not written. Those that the estimate takes for faster are
-            left out: their longest paths are not known.
+        written: plans by mesh.
+        bound: the estimate's lower bound on the seconds of any plan.
+        estimated: alternatives that were not written. Those with a faster estimate are left out,
+            since their longest paths are not known.
     """
     first, *others = sorted(written.values(), key=lambda plan: plan.prediction.step_seconds)
     step = first.prediction.step_seconds
