@@ -1,4 +1,4 @@
-"""What of a plan's blocks runs a second time in backward, in words.
+"""Describe in words what runs a second time in the backward of a plan's blocks.
 
 h.0 ... h.7     attn/scaled_dot_product_attention/0, mlp.up/linear/0      attention, up
 h.8             all of it
@@ -23,10 +23,10 @@ SOFTMAX = frozenset("softmax _softmax _safe_softmax".split())
 
 
 class Repeated(NamedTuple):
-    """Blocks of which the same runs again.
+    """Blocks in which the same ops run again.
 
     Attributes:
-        ops: names of nodes, without the block's path; none at all: the blocks run again whole.
+        ops: names of nodes, without the block's path; empty: the blocks run again whole.
     """
 
     blocks: tuple[str, ...]
@@ -54,7 +54,7 @@ def offloaded(plan: Plan) -> tuple[str, ...]:
 
 
 def repeated(plan: Plan, stages: Iterable[StagePlan]) -> list[Repeated]:
-    """The blocks of some stages of a plan by what runs again of them, whole ones first."""
+    """The blocks of some stages grouped by what runs again in them; whole blocks first."""
     stages, paths = list(stages), {path for kind in plan.blocks for path in kind.members}
     ops: dict[str, list[str]] = {}
     for name in (name for stage in stages for name in stage.ops_again):
@@ -87,7 +87,7 @@ def folded(paths: Iterable[str]) -> str:
 
 
 def block_of(name: str, paths: Collection[str]) -> str:
-    """The path of the block that a node is in, of those given; of a node in none its module's."""
+    """The path of the given block that a node is in; for a node in none, its module's path."""
     module = name.partition("/")[0]
     path = module
     while path and path not in paths:
@@ -106,11 +106,10 @@ def named(path: str, op: str) -> str:
 
 
 def words(ops: Iterable[str]) -> str:
-    """What some ops of a block are: `attention, norms, q_proj and k_proj`.
+    """Some ops of a block in words: `attention, norms, q_proj and k_proj`.
 
-    A product is called by its module. Where a module multiplies activations, or has a softmax, what
-    it does itself is attention. What is done where tensor-parallel ranks exchange something is
-    called so.
+    A product is named after its module. The ops of a module that multiplies activations or has a
+    softmax are called attention. Ops of exchanges between tensor-parallel ranks are named as such.
     """
     *most, last = by_word(ops)
     return f"{', '.join(most)} and {last}" if most else last
@@ -131,7 +130,7 @@ def _is_product(name: str) -> bool:
 
 
 def op_of(name: str) -> str:
-    """The op of a node, or of what is exchanged of one."""
+    """The op of a node; for an exchange of a node's tensor, the op of that node."""
     return name.split("/")[1]
 
 
@@ -151,7 +150,7 @@ def is_activation(name: str) -> bool:
 
 
 def is_exchange(name: str) -> bool:
-    """Whether a node is what tensor-parallel ranks exchange of a tensor."""
+    """Whether a node is an exchange between tensor-parallel ranks."""
     return ">" in name
 
 

@@ -1,6 +1,6 @@
-"""Whether the parts of a plan agree with each other: stages, what they exchange, ranks on devices.
+"""Check that the parts of a plan agree: stages, the tensors they exchange, ranks on devices.
 
-Each check calls `refuse` with the path of what does not, what was expected there and what is there.
+Each check calls `refuse` with the path of a wrong part, the expected value and the value found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Refuse = Callable[[str, str, str], None]
 
 
 def check_stages(stages: Sequence[StagePlan], refuse: Refuse) -> None:
-    """Each stage's figures are of stages that there are, and none is below zero."""
+    """Check each stage's figures: none below zero, and only stages of the plan are named."""
     for index, stage in enumerate(stages):
         if stage.zero not in ZERO:
             refuse(f"stages[{index}].zero", f"one of {ZERO}", str(stage.zero))
@@ -44,10 +44,10 @@ def check_stages(stages: Sequence[StagePlan], refuse: Refuse) -> None:
 
 
 def check_figures(figures: Mapping[str, object], path: str, refuse: Refuse) -> None:
-    """Those that are numbers are at least 0, and none is so large that their sums are infinite.
+    """Check that numbers are at least 0, and not so large that their sums are infinite.
 
     Args:
-        path: what stands before their names.
+        path: the path in the plan that stands before their names.
     """
     for name, figure in figures.items():
         if isinstance(figure, int | float):
@@ -58,7 +58,7 @@ def check_figures(figures: Mapping[str, object], path: str, refuse: Refuse) -> N
 
 
 def check_transfers(stages: Sequence[StagePlan], refuse: Refuse) -> None:
-    """What a stage receives is what the other one sends, and nothing is sent to nobody."""
+    """Check that what each stage receives is what another one sends to it, and the reverse."""
     for word, other in (("sends", "receives"), ("receives", "sends")):
         for index, stage in enumerate(stages):
             for slot, transfer in enumerate(getattr(stage, word)):
@@ -76,7 +76,7 @@ def check_transfers(stages: Sequence[StagePlan], refuse: Refuse) -> None:
 
 
 def check_devices(mesh: Mesh, cluster: Cluster, refuse: Refuse) -> None:
-    """Every rank is on a device that the cluster has, and on one of its own."""
+    """Check that every rank has a device of its own, and that the cluster has that device."""
     sizes, taken = cluster.devices_per_node, dict[tuple[int, int], int]()
     for rank, place in enumerate(mesh.places):
         here = f"mesh.places[{rank}]"

@@ -59,24 +59,23 @@ class Plan:
 
     A pipeline of `mesh.pp` ranks holds `len(stages)` stages, each rank equally many: more than one
     under the schedules interleaved and zb-v. A stage at which ranks take turns stands once for each
-    of them (`planfile.turns`). `programs` are the lines of a schedule that the user
-    has written, `rank 0: 0F0 0F1 ...`; none for a schedule that has a name. `states` and
-    `collectives` are those of what is in no block. `products` are the dtypes that the model itself
-    multiplies matrices in, as keys of a device's `flops`; "fp32" where it says nothing. `compiled`:
-    stages run through torch.compile, and keep for backward what `joint.run_again` says. `loss_over`
-    is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
-    has said). `loss_parts` are the parts of the vocabulary that its loss is computed from; 0: all
-    at once, as the model does. `fused_attention`: each attention that the model writes out is one
-    op. `loss_seconds` are those of a loss over the whole batch, between the two passes of a step.
-    `lengths` are the tokens of a row that were asked for, ascending, the last one that of `inputs`;
-    without any, rows may be shorter all the same. `regions` run as the user wrote them.
-    `rows_fixed`: the graph is one of micro-batches of as many rows as planned, and of no others.
-    Under the precisions bf16 and fp16, `grad_dtype` is what gradients are summed in, and
-    `optimizer_dtype` what the optimizer changes: fp32 master weights, or parameters of 16 bits;
-    `low_buffers` are the fp32 buffers that forward reads in 16 bits, since they meet activations.
-    `work` is what a step computes; null if that is not known, or no matrix product. `made` has a
-    few digits of each part as the planner has left it, by which `edited` finds what was changed
-    since.
+    of them (`planfile.turns`). `programs` are the lines of a schedule that the user has written,
+    `rank 0: 0F0 0F1 ...`; empty for a named schedule. `states` and `collectives` are those outside
+    of blocks. `products` are the dtypes of the model's own matrix products, as keys of a device's
+    `flops`; "fp32" if the model names none. `compiled`: stages run through torch.compile, and keep
+    for backward what `joint.run_again` chooses. `loss_over` is one of `LOSS_OVER`. `loss`: whether
+    there is a loss function beside the model (null: unknown). `loss_parts`: the number of parts of
+    the vocabulary from which the loss is computed; 0: all at once, as in the model.
+    `fused_attention`: each attention that the model writes out is one op. `loss_seconds`: seconds
+    of a loss over the whole batch, between the two passes of a step. `lengths`: the lengths of rows
+    that were asked for, in tokens, ascending, the last one that of `inputs`; if empty, rows may
+    still be shorter. `regions` run as the user wrote them. `rows_fixed`: the graph is only for
+    micro-batches of the planned number of rows. For the precisions bf16 and fp16, `grad_dtype` is
+    the dtype in which gradients are summed, and `optimizer_dtype` that of what the optimizer
+    changes: fp32 master weights, or parameters of 16 bits; `low_buffers` are the fp32 buffers that
+    forward reads in 16 bits, since they meet activations. `work`: what a step computes; null if
+    unknown, or if there is no matrix product. `made` has a short hash of each part as the planner
+    left it, by which `edited` finds later changes.
     """
 
     format: int
@@ -118,24 +117,24 @@ class Plan:
 
     @property
     def edited(self) -> tuple[str, ...]:
-        """Paths of the parts that were changed by hand: what is predicted is not of this plan."""
+        """Paths of the parts that were changed by hand: the prediction is of the plan before."""
         now = _marks(self) if self.made else {}
         # A part that this version's planner marks and an older one's did not is left alone.
         return tuple(path for path, mark in now.items() if self.made.get(path, mark) != mark)
 
     @property
     def traced_rows(self) -> int:
-        """Rows of the batch that the model is traced on: two stand for any number of them."""
+        """Rows of the batch on which the model is traced: two stand for any number of rows."""
         return self.batch.microbatch_rows(self.mesh.dp) if self.rows_fixed else 2
 
     @property
     def once(self) -> tuple[StagePlan, ...]:
-        """The stages, those at which ranks take turns once."""
+        """The stages, each once, also if ranks take turns at it."""
         return turns.each_once(self.stages)
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Of each stage the number of ranks of a pipeline that take turns; nothing: one each."""
+        """For each stage the number of ranks that take turns at it; empty: one each."""
         return turns.of_each(self.stages)
 
     @property
@@ -145,12 +144,12 @@ class Plan:
 
     @property
     def forwards(self) -> int:
-        """How often a step runs each micro-batch forward; what is recomputed aside."""
+        """How often a step runs each micro-batch forward, recomputation aside."""
         return 2 if self.loss_over == BATCH else 1
 
     @property
     def deals(self) -> bool:
-        """Whether ZeRO-1 deals out optimizer state: to replicas, and ranks that take turns."""
+        """Whether ZeRO-1 shards optimizer state, over replicas and ranks that take turns."""
         return self.zero == 1 and (self.mesh.dp > 1 or bool(self.turns))
 
     @property
@@ -160,23 +159,23 @@ class Plan:
 
     @property
     def fully_sharded(self) -> bool:
-        """Whether parameters are dealt out too: ZeRO-3 with replicas to deal them out to."""
+        """Whether parameters are sharded too: ZeRO-3, with more than one replica."""
         return self.zero == 3 and self.mesh.dp > 1
 
     @property
     def gathered_share(self) -> float:
         """Bytes of parameters that ZeRO gathers, for each byte of their gradients.
 
-        With fp32 masters it is half: 16 bits are gathered. Gradients in 16 bits are as large, but
-        for those that each backward scatters, which are in fp32 then. (What a model keeps in fp32
-        beside masters is not counted apart.)
+        With fp32 masters it is half, since 16 bits are gathered; it is 1 if gradients are of 16
+        bits too, unless each backward scatters them, which is done in fp32. (Parameters that a
+        model keeps in fp32 beside masters are not counted separately.)
         """
         wide = self.grad_dtype == "fp32" or self.scatters
         return 0.5 if self.masters and wide else 1.0
 
     @property
     def scattered_share(self) -> float:
-        """Bytes of gradients that ranks send in their sum, for each byte of a gradient's."""
+        """Bytes that ranks send in a sum of gradients, for each byte of a gradient."""
         low = self.masters and self.grad_dtype != "fp32"
         return 0.5 if low and self.scatters else 1.0
 
@@ -204,7 +203,7 @@ class Plan:
 
 
 def signed(plan: Plan) -> Plan:
-    """A plan as its planner leaves it, which can tell later what was changed by hand."""
+    """The plan with its marks (`made`), by which later changes by hand are found."""
     return replace(plan, made=_marks(plan))
 
 
@@ -219,7 +218,7 @@ def on_edits(plan: Plan) -> str | None:
 
 
 def _marks(plan: Plan) -> dict[str, str]:
-    """A few digits of each part that the prediction stands on, and of itself, by its path."""
+    """A short hash of each part that the prediction depends on, and of the prediction, by path."""
     data: Any = codec.to_json(plan)
     parts: dict[str, Any] = {
         f"{name}.{of}": data[name][of] for name in ("batch", "prediction") for of in data[name]
@@ -298,7 +297,7 @@ def check(plan: Plan) -> None:
 
 
 def _check_work(plan: Plan, refuse: Refuse) -> None:
-    """Each pipeline rank has a peak, and no figure is below zero or beyond any."""
+    """Check that each pipeline rank has a peak, and that figures are finite and not negative."""
     work, pp = plan.work, plan.mesh.pp
     consistency.check_figures({"loss_seconds": plan.loss_seconds}, "", refuse)
     consistency.check_figures({"step_seconds": plan.prediction.step_seconds}, "prediction.", refuse)

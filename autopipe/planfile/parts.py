@@ -48,8 +48,8 @@ class InputSpec:
 class Read:
     """A value that Python read from a tensor while tracing, so a branch the graph has taken.
 
-    Every rank re-checks it on every micro-batch: a branch that stops being true is an error,
-    never a wrong gradient. What nothing depends on, a number for a log, is not `checked`.
+    Every rank checks it again in every micro-batch: another value is an error, never a wrong
+    gradient. A number on which nothing depends, for a log, is not `checked`.
     """
 
     kind: str
@@ -119,9 +119,9 @@ sends a part (`PartOf`)."""
 
 @dataclass(frozen=True)
 class PartOf:
-    """The replicated tensor that tensor-parallel ranks send in parts, one of tp equal ones each.
+    """A replicated tensor of which each of the tp ranks sends one of tp equal parts.
 
-    Parts are along `dim`. The receivers gather them; its gradient comes back in parts too.
+    Parts are along `dim`. The receivers gather them; the gradient comes back in parts too.
     """
 
     tensor: str
@@ -132,8 +132,8 @@ class PartOf:
 class Transfer:
     """A tensor that enters or leaves a stage, as each tensor-parallel rank sends it.
 
-    `shape` is in `b`, the rows of a micro-batch. `part_of` is the tensor that this one is a part
-    of, if it goes in parts; null: what each rank has of it goes, the whole of what is replicated.
+    `shape` is in `b`, the rows of a micro-batch. `part_of` is the tensor of which this one is a
+    part, if it goes in parts; null: each rank sends all that it has, of a replicated tensor all.
     """
 
     name: str
@@ -157,10 +157,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class WrittenPlacement:
-    """How a parameter lies over the tensor-parallel ranks, or what a node makes: `S(0)`, `P`.
+    """How a parameter or a node's result lies over the tensor-parallel ranks: `S(0)`, `P`.
 
-    Of a node `inputs` are the placements of the distinct tensors that it reads, in their order.
-    `planfile.placements` has the states. What is not named is replicated, `I`.
+    For a node `inputs` are the placements of the distinct tensors that it reads, in order.
+    `planfile.placements` explains the words. Parameters and nodes not listed are replicated, `I`.
     """
 
     name: str
@@ -170,7 +170,7 @@ class WrittenPlacement:
 
 @dataclass(frozen=True)
 class Collective:
-    """What tensor-parallel ranks exchange of one tensor, in every micro-batch.
+    """An exchange of one tensor between tensor-parallel ranks, in every micro-batch.
 
     `forward` and `backward` are empty, or all-reduce, all-gather, reduce-scatter, all-to-all;
     `size` is in bytes of the whole tensor.
@@ -187,7 +187,7 @@ class BlockClass:
     """Blocks of one structure, by module path, and the tensor states they share.
 
     Names in `states` begin at the block: `mlp.up.weight`, `mlp.up/linear/0`. `collectives` are
-    those of one block, the last.
+    those of the last block.
     """
 
     name: str
@@ -200,11 +200,11 @@ class BlockClass:
 class Memory:
     """Bytes of one stage, by what they are for, at the fullest moment of the device it is on.
 
-    A device of several stages has the sum of theirs; what two of them share counts with the first.
-    `parameters` are those that the optimizer changes; `copies` are those in 16 bits beside them
-    and, under ZeRO-3, what is gathered whole. `activations` are saved for backward by all
-    micro-batches in flight, received ones too, and made in it if compiled; `transfers` are receives
-    posted ahead and sends under way; `passing` are other gradients: to sums, in buckets, of logits.
+    A device of several stages has their sum; a tensor that two of them share counts with the first.
+    `parameters` are those that the optimizer changes; `copies` are their 16-bit copies and, under
+    ZeRO-3, gathered parameters. `activations` are saved for backward by all micro-batches in
+    flight, received tensors included, and made in it if compiled; `transfers` are receives posted
+    ahead and sends under way; `passing` are other gradients: for sums, in buckets, of logits.
     """
 
     parameters: int
@@ -218,12 +218,12 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return sum(vars(self).values())
 
     @property
     def seen(self) -> int:
-        """Those that a run counts, too: it does not see what is passing."""
+        """The sum of the parts that a run counts too: all but `passing`."""
         return self.peak - self.passing
 
 
@@ -231,9 +231,9 @@ class Memory:
 class StagePrediction:
     """Seconds of one micro-batch, and the stage's bytes when its device is fullest.
 
-    Under ZeRO-3 a forward gathers the stage's parameters, and a backward does; it scatters their
-    gradients, under ZeRO-2 too: the seconds are with that. `spent` says what they go to, or null.
-    `fullest` is the instruction at which the device's bytes are these, `0B3`; empty: unknown.
+    Seconds include gathering the stage's parameters in forward and backward (ZeRO-3), and
+    scattering gradients (ZeRO-2 and 3). `spent` has the seconds by cause, or null. `fullest` is
+    the instruction at which the device holds these bytes, `0B3`; empty: unknown.
     """
 
     forward_seconds: float
@@ -247,11 +247,11 @@ class StagePrediction:
 class StagePlan:
     """One stage: the nodes from `first` to `last` in the graph's order.
 
-    `parameters` are under the model's own names; one that stands in two stages is tied, and its
-    gradients are summed. `recompute` names the blocks that run a second time in backward, so that
-    what they make is not kept, and of other blocks the nodes that do. `offload` names the blocks
-    that keep what they make for backward in the host's memory. `turns` are the ranks of a pipeline
-    that take turns at it: it stands in the list as often (`planfile.turns`).
+    `parameters` are under the model's own names; one that is in two stages is tied, and its
+    gradients are summed. `recompute` names the blocks that run a second time in backward and keep
+    no results, and the single nodes of other blocks that do. `offload` names the blocks whose
+    tensors for backward are kept in host memory. `turns`: the number of ranks of a pipeline that
+    take turns at the stage; it stands in the list once for each (`planfile.turns`).
     """
 
     first: str
@@ -279,7 +279,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step, by the longest path through its programs: its seconds, before the optimizer's,
+    """One step, by the longest path through its programs: its seconds, without the optimizer's,
     and the bubble, the share of them for which the mean rank does not compute."""
 
     step_seconds: float
@@ -290,9 +290,9 @@ class Prediction:
 class Alternative:
     """Another mesh that was considered, and what keeps it from being the plan.
 
-    `step_seconds` is None where no step is known: the mesh does not fit, or only a bound was
-    computed. `slower` is how much longer the step, or at least its bound, is than the plan's, as a
-    share; None where the mesh does not fit. `cause` says what the seconds go to, or what is short.
+    `step_seconds` is null if no step is known: the mesh does not fit, or only a bound was computed.
+    `slower`: by which share the step, or its bound, is longer than the plan's; null if the mesh
+    does not fit. `cause`: what the seconds go to, or what is short.
     """
 
     pp: int
@@ -327,13 +327,13 @@ class PlannerNote:
     """Who made the plan and why it is this one: the bound it meets, what binds, the next best mesh
     and `others` after it.
 
-    `step_seconds` of this plan, `bound_seconds` that none goes below, and all other seconds here
-    are by the estimate that planners search with. It is rougher than the plan's prediction, and the
-    step that is predicted may take less. Where it takes visibly more, other meshes are written down
-    too and the fastest is taken; those have the seconds of their longest paths, and say so.
+    `step_seconds` of this plan, `bound_seconds` (no plan is faster) and all other seconds here are
+    by the planners' estimate, which is rougher than the plan's prediction: the predicted step may
+    be shorter. If it is visibly longer, plans of other meshes are made too and the fastest is
+    taken; those have the seconds of their longest paths, and say so.
 
-    `limits` are the bytes that its user let devices hold at most, where that is less than the
-    largest device has, each number once, ascending.
+    `limits` are the user's limits on a device's bytes that are below the largest device's memory,
+    each number once, ascending.
     """
 
     name: str
@@ -346,5 +346,5 @@ class PlannerNote:
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
-        """All of them, the next best first."""
+        """All alternatives, the next best first."""
         return () if self.next_best is None else (self.next_best, *self.others)

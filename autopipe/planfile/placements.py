@@ -22,8 +22,8 @@ al., 2019, arXiv:1909.08053, section 3); P to S and S to R are those of sequence
 SPMD programs have come to elsewhere: the "varying" and "invariant" of JAX's shard_map with their
 partial sums.
 
-An op on I alone is right, whatever it does; so is one on R alone where its backward is linear in
-the gradient it is given. torch's own are; a user's Function need not be (`sharding.strategies`).
+Any op is right if all its tensors are I. It is right with R alone if its backward is linear in the
+gradient: torch's ops are, a user's Function need not be (`sharding.strategies`).
 
 **Segments.** A fused weight is several matrices in one: rows of q, k and v. S(0, 3) has three equal
 segments, and each rank a part of each; S(0, 8+2+2) has segments of these lengths.
@@ -144,7 +144,7 @@ def pieces_of(size: int, placement: Placement, ranks: int, rank: int) -> list[tu
 def local_size(
     size: int | sympy.Expr, segments: Segments, ranks: int, rank: int
 ) -> int | sympy.Expr:
-    """What a rank has of a dim."""
+    """The size of a rank's part of a dim."""
     if segments == 1 and isinstance(size, int):
         return part(size, ranks, rank)[1]
     if isinstance(size, int):
@@ -157,7 +157,7 @@ def local_size(
 def through_view(
     before: Sequence[int], after: Sequence[int], dim: int, segments: Segments, ranks: int
 ) -> Placement | None:
-    """Where the shards of a tensor are after a view of it; None: in no one dim.
+    """The placement of a sharded tensor after a view of it; None: shards are in no single dim.
 
     A segment's part is a run of so many elements in memory. The dim of the result in which such
     runs are again parts of segments is the one:
@@ -184,7 +184,7 @@ def through_view(
 
 
 class Move(NamedTuple):
-    """What a conversion sends: which collective, of how much of the whole tensor's bytes.
+    """A conversion's traffic: the collective, and its share of the whole tensor's bytes.
 
     On a ring of n ranks (Patarasuk and Yuan, JPDC 2009) each sends and receives
     `rounds * (n - 1) / n` times the bytes in `rounds * (n - 1)` messages.
@@ -222,9 +222,9 @@ _MOVES: dict[str, tuple[Move | None, Move | None]] = {
 def moves(
     source: Placement, target: Placement, differentiable: bool
 ) -> tuple[Move | None, Move | None] | None:
-    """What a conversion sends of the value and of the gradient; None: there is no such one.
+    """The traffic of a conversion, for the value and for the gradient; None: it does not exist.
 
-    A value without a gradient is replicated in one way only.
+    A value without a gradient has only one replicated state.
     """
     if source == target:
         return None, None
@@ -236,12 +236,12 @@ def moves(
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a graph is dealt out: what is not here is replicated.
+    """How a graph is sharded; states and nodes that are not listed are replicated.
 
     Attributes:
         states: the placement of each parameter, buffer and constant, by name.
-        nodes: the strategy of each node, by name, as the placements of its distinct tensor inputs
-            in order, and of what it makes.
+        nodes: the strategy of each node, by name: the placements of its distinct tensor inputs, in
+            order, and of its result.
     """
 
     ranks: int

@@ -1,13 +1,13 @@
-"""How long a plan's step takes, by the longest path through its programs, from the plan alone.
+"""Predict the seconds of a plan's step, by the longest path through its programs.
 
 seconds of a stage      plan.stages[i].predicted
 seconds of a transfer   the bytes of what crosses, the link between the nodes of the two ranks
-seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, and copies of them in
-                        the rank's own memory, to and from what is sent; under ZeRO-2 what the next
-                        step gathers of parameters, none under ZeRO-3
+seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, and copies to and from
+                        the sent buffers in the rank's own memory; under ZeRO-2 the gathering of
+                        parameters for the next step; none under ZeRO-3
 
-A loss over the whole batch adds its own seconds, between two passes. The first pass is priced with
-the second: a forward's seconds are those of both, and activations cross twice.
+A loss over the whole batch adds its own seconds, between two passes. The first pass is added to the
+second: a forward has the seconds of both, and activations cross twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopipe.util import dims, dtypes
 
 
 def timeline(plan: Plan) -> Timeline:
-    """When everything in a plan's step happens, as predicted.
+    """The predicted times of everything in a plan's step.
 
     Raises:
         ScheduleError: the plan's programs cannot run to their end.
@@ -90,7 +90,7 @@ def transfer_bytes(transfer: Transfer, rows: int) -> int:
     """Bytes of a crossing tensor of a micro-batch of `rows` rows.
 
     Raises:
-        PlanError: its dtype is unknown, or a size of it is no expression in b.
+        PlanError: the tensor's dtype is unknown, or one of its sizes is no expression in b.
     """
     return dims.elements_at(transfer.shape, rows) * dtypes.bytes_of(transfer.dtype)
 
@@ -130,9 +130,9 @@ class _Wires:
     def reduce(self, pps: Sequence[int], stage: StagePrediction) -> float:
         """Seconds in which a stage's gradients are summed (`cluster.collective_time`).
 
-        They are over its replicas, on the pipeline rank that has it or those that take turns.
-        Under ZeRO-1 it is its two halves, of which the second begins the next step, and may be of
-        fewer bits. Under ZeRO-2 every backward has had the first half; under ZeRO-3 both.
+        The sum is over the stage's replicas, on its pipeline rank or on those that take turns.
+        Under ZeRO-1 it has two halves; the second one, which may have fewer bits, begins the next
+        step. Under ZeRO-2 every backward has done the first half already; under ZeRO-3 both.
         """
         mesh, size = self.plan.mesh, stage.memory.gradients
         replicas = [device for pp in pps for device in self._replicas(pp)]

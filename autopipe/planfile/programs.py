@@ -1,4 +1,4 @@
-"""A plan's programs, read off the plan alone: who computes what when, and what moves in between."""
+"""Derive a plan's programs from the plan alone: each rank's instructions, with transfers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compute(plan: Plan) -> Programs:
 
 @contextmanager
 def _at(place: str) -> Iterator[None]:
-    """Errors of a schedule in the block begin with where in the plan it is from."""
+    """Within, errors of a schedule begin with its place in the plan."""
     try:
         yield
     except ScheduleError as error:
@@ -36,7 +36,7 @@ def _at(place: str) -> Iterator[None]:
 
 
 def computed(plan: Plan) -> Programs:
-    """As `compute`, for lines that are from elsewhere: errors name no place in the plan."""
+    """`compute`, but errors do not name a place in the plan."""
     m = plan.batch.micro_batches
     if not plan.programs:
         depths = [boundary.depth for boundary in plan.boundaries]
@@ -59,7 +59,7 @@ def computed(plan: Plan) -> Programs:
 
 
 def micro_batches(programs: Programs) -> int:
-    """How many micro-batches the programs are for."""
+    """The number of micro-batches in the programs."""
     return 1 + max(instruction.microbatch for program in programs for instruction in program)
 
 
@@ -76,7 +76,7 @@ def step(plan: Plan, alone: Programs | None = None) -> Programs:
     """A plan's step with its transfers: what its ranks run.
 
     Args:
-        alone: `compute` of the plan, where it is at hand.
+        alone: the result of `compute`, if the caller has it.
 
     Raises:
         ScheduleError, PlanError: as `compute`.
@@ -86,5 +86,5 @@ def step(plan: Plan, alone: Programs | None = None) -> Programs:
 
 
 def sends_ahead(plan: Plan) -> int:
-    """How many sends of a channel may be under way in a plan's step."""
+    """The number of sends of a channel that may be under way at once in a plan's step."""
     return sends_for([boundary.depth for boundary in plan.boundaries])

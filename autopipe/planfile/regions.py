@@ -5,7 +5,7 @@
     encoder.route()#1       the second call of it in a forward
     loss()                  the loss function
 
-Nobody looks inside: what a plan says of it was measured in calls of the model with its weights.
+No trace sees its inside: the figures in a plan were measured in calls of the model with weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOTHING = '{"dict": {}}'
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor that a region gives; `shape` is in `b`, the rows of a micro-batch.
+    """A tensor that a region returns; `shape` is in `b`, the rows of a micro-batch.
 
     `order` are its dims from the outermost to the innermost in memory. `gradient`: whether one
     flows back through it.
@@ -59,15 +59,15 @@ class Region:
         saved: bytes that it keeps for backward besides the tensors it is given; in `b`.
         keeps: the positions, among the tensors it is given, of those that it keeps for backward.
         launches: the ops that it runs in forward.
-        seen: whether what it keeps could be seen; else `saved` is all that it makes (torch.func
-            does not run where anybody looks).
+        seen: whether its saved tensors could be observed; else `saved` has all tensors that it
+            makes (torch.func refuses to run under the hooks that observe).
         left: the attributes, by their names in the model, in which it leaves tensors that are read
             after it; `gives` and `results` have them too.
         finds: the plain values that forward has put into attributes of its modules before it, by
             their names in the model, as `opaque.trees.to_text` writes them: `part.mode = "tanh"`,
             `part.eval()`.
-        carrying: the positions, among the tensors it is given, of those that a gradient may be
-            taken by: of a batch's too, after `x.requires_grad_()`.
+        carrying: the positions, among the tensors it is given, of those by which a gradient may be
+            taken (also tensors of the batch, after `x.requires_grad_()`).
         grad: whether gradients are recorded where it is called; not under `torch.no_grad()`.
     """
 

@@ -1,4 +1,4 @@
-"""What a plan's step sends over the farthest links that it uses: between sites, or between nodes.
+"""Count the bytes that a plan's step sends over its farthest links: between sites or nodes.
 
     site 0              site 1                    over the farthest link, in a step
     stage 0, stage 1    stage 2, stage 3          activations of 1 -> 2, their gradients back
@@ -24,19 +24,19 @@ from autopipe.schedules.instructions import Flow, holders
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a step sends over the farthest links, all of them together.
+    """Bytes that a step sends over all farthest links together.
 
-    What tensor-parallel ranks exchange is not counted: they stand on one node where one has room.
+    Exchanges of tensor-parallel ranks are not counted: a node holds them all if it has room.
 
     Attributes:
         kind: `sites` or `nodes`.
         places: how many of them the plan uses.
-        link: between two of them.
-        activations, gradients: of crossing tensors, there and back.
-        pairs: the stages between which those go.
-        sums: of gradients that are summed (under ZeRO-2 and 3 scattered in every micro-batch), and
-            of parameters that ZeRO gathers.
-        sum_of_all: what summing the gradients of the whole model over all places would send.
+        link: the link between two of them.
+        activations, gradients: bytes of crossing tensors, there and back.
+        pairs: the pairs of stages between which these go.
+        sums: bytes of gradients that are summed (under ZeRO-2 and 3 scattered in every
+            micro-batch), and of parameters that ZeRO gathers.
+        sum_of_all: bytes that summing the gradients of the whole model over all places would send.
         busy: seconds for which the busiest wire carries crossing tensors.
     """
 
@@ -52,7 +52,7 @@ class Traffic:
 
 
 def traffic(plan: Plan) -> Traffic | None:
-    """None for a plan that stays on one node."""
+    """The traffic of a plan; None if it stays on one node."""
     mesh, topology = plan.mesh, Topology.of(plan.cluster)
     device = predict.devices(plan)
     sites = len({topology.sites[own] for own in device}) > 1

@@ -24,7 +24,7 @@ TAKES_TURNS = "1f1b"
 
 
 def of_each(stages: Sequence[StagePlan]) -> tuple[int, ...]:
-    """Of each stage the number of its ranks; nothing where each has one."""
+    """For each stage the number of its ranks; empty if each has one."""
     found, entry = list[int](), 0
     while entry < len(stages):
         found.append(max(stages[entry].turns, 1))
@@ -39,7 +39,7 @@ def each_once(stages: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
 
 
 def taking_turns(stages: Sequence[StagePlan], index: int) -> tuple[int, ...]:
-    """The entries of the stage that one entry is of, that one among them."""
+    """All entries of the stage to which one entry belongs."""
     first = 0
     for of in of_each(stages):
         if index < first + of:
@@ -49,7 +49,7 @@ def taking_turns(stages: Sequence[StagePlan], index: int) -> tuple[int, ...]:
 
 
 def rounds(stages: Sequence[StagePlan], index: int, micro_batches: int) -> int:
-    """Of so many micro-batches the number that an entry runs."""
+    """The number of micro-batches that an entry runs, of all of a step."""
     entries = taking_turns(stages, index)
     return len(range(index - entries[0], micro_batches, len(entries)))
 
@@ -60,7 +60,7 @@ def check(
     micro_batches: int,
     refuse: Refuse,
 ) -> None:
-    """Refuse entries of one stage that are not alike, or that nothing here can run."""
+    """Refuse entries of one stage that differ, and turns that the plan's other parts rule out."""
     for index, stage in enumerate(stages):
         most = len(stages) - taking_turns(stages, index)[0]
         if not 1 <= stage.turns <= most:

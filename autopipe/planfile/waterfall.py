@@ -9,9 +9,8 @@ peak rate, so that the first part is MFU, whatever the devices:
 
     MFU = flops of the model / (step * peak of all devices) = matmuls at peak / step
 
-What a device computes for is what its stages' seconds were summed from (`planfile.work.Spent`).
-What it waits for is told by walking the programs again with less to wait for; each part is what the
-step would lose:
+Computing is divided by the causes of its stages' seconds (`planfile.work.Spent`). Waiting is
+divided by walking the programs again with fewer things to wait for; each part is the difference:
 
     even      all stages alike, transfers and sums take no time      filling   = even - computing
     free      stages as they are, transfers and sums take no time    imbalance = free - even
@@ -57,7 +56,7 @@ def mfu(plan: Plan) -> float | None:
 
 
 def tokens_per_second(plan: Plan) -> float | None:
-    """Of one device; None where rows are no sequences."""
+    """Tokens a second of one device; None if rows are no sequences."""
     step, work = plan.prediction.step_seconds, plan.work
     if work is None or not work.tokens or not step:
         return None
@@ -65,7 +64,7 @@ def tokens_per_second(plan: Plan) -> float | None:
 
 
 def waterfall(plan: Plan) -> dict[str, float]:
-    """Seconds of the predicted step by what they go to, in order; their sum is the step.
+    """Seconds of the predicted step by cause, in order; their sum is the step.
 
     The names are those of `COMPUTED`, or `computing` alone, and those of `WAITED`.
 

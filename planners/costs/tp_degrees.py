@@ -209,7 +209,7 @@ def _check_divides(flow: Dataflow, sharding: Sharding, cluster: Cluster) -> None
 
 
 def _undivided(graph: Graph, tp: int, most: int) -> InfeasibleError:
-    """The error if no parameter divides into `tp` parts; the hint has degrees up to `most` that do."""
+    """The error if `tp` divides no parameter; the hint names degrees up to `most` that do."""
     sizes = {
         int(size)
         for state in graph.states.values()
