@@ -1,8 +1,8 @@
 """A model, or a plan of one  ->  what it costs as formulas in rows, tokens and a link's bandwidth.
 
 In: what a user passes to `autopipe.plan`, or a plan and its model. Out: `model_costs.Formulas` for
-a person who reads a model's costs; `scaling.sheet.Sheet` of a plan and of those that may beat it.
-Never found here: what a page shows of it, seconds that no formula of `ir.op_seconds` has.
+a person who reads a model's costs; a `scaling.sheet.Sheet` of a plan and of each of its rivals.
+Never found here: how a page shows them; seconds that are in no formula of `ir.op_seconds`.
 
 Other rooms use: `model_costs.cost_formulas`, `.Formulas`, `cost_sheet.sheet`, `.as_data`,
 `sheets.sheets`.

@@ -1,4 +1,4 @@
-"""A model's formulas as lines for a person: coefficients in three digits, and what matters of them.
+"""Print a model's formulas for people: three digits, and no terms that do not matter.
 
 blocks.0 to 5, each of 6: 7.1MB of parameters
   operations    768 b s² + 3.54M b s                   1.92k b s² + 7.08M b s
@@ -23,7 +23,7 @@ _POWERS = {1: "", 2: "²"}
 
 
 def sheet(found: Formulas) -> str:
-    """What a micro-batch costs in each part and in the whole model."""
+    """The lines of a micro-batch's costs, for each part and for the whole model."""
     length = found.longest or 1
     if found.longest is None:
         one, tokens = "one row", f"the sequence is no symbol: {found.why}"
@@ -74,7 +74,7 @@ def _line(name: str, forward: str, backward: str = "") -> str:
 
 
 def formula(dim: Dim, length: int) -> str:
-    """768 b s² + 3.54M b s, without what does not matter at one row of `length` tokens."""
+    """`768 b s² + 3.54M b s`, without terms that do not matter for one row of `length` tokens."""
     found = sympy.sympify(dim)
     if found is sympy.nan:
         return "no formula"

@@ -24,10 +24,10 @@ def of_sympy(formula: Any, names: Mapping[Any, str]) -> Expression:
     """A formula of sympy's as data.
 
     Args:
-        names: of its symbols the names of variables.
+        names: the variable name of each symbol.
 
     Raises:
-        AutopipeError: it has a symbol or an operator that there is none for.
+        AutopipeError: it has an unknown symbol or operator.
     """
     found = sympy.sympify(formula)
     if found in names:

@@ -31,12 +31,12 @@ from autopipe.tracing.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class TracedAgain:
-    """A plan's model.
+    """A plan's model, traced again.
 
     Attributes:
-        trace: its rows are a symbol, and so are its tokens where `why` is empty.
-        tokens: of a row, as the plan has them; 0: its rows are no sequences.
-        why: why its tokens are no symbol.
+        trace: its rows are a symbol, and so are its tokens if `why` is empty.
+        tokens: tokens of a row in the plan; 0: rows are no sequences.
+        why: why tokens are no symbol.
     """
 
     trace: Trace
@@ -54,7 +54,7 @@ class TracedAgain:
 
 
 def at_length(trace: Trace, tokens: int) -> Trace:
-    """A trace whose tokens are a symbol, for rows of so many."""
+    """A trace, whose tokens are a symbol, for rows of `tokens` tokens."""
     return replace(trace, graph=trace.graph.at_sequence(tokens))
 
 
@@ -91,10 +91,10 @@ def _is_of(plan: Plan, traced: TracedAgain) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PlannedStages:
-    """A model cut as a plan has it, its first tensor-parallel rank's part.
+    """A plan's stages of its model, as the first tensor-parallel rank runs them.
 
     Attributes:
-        split: tokens are a symbol, if they are one of `traced`.
+        split: the stages; tokens are a symbol if they are one in `traced`.
     """
 
     plan: Plan
@@ -102,7 +102,7 @@ class PlannedStages:
     split: Split
 
     def fixed(self, rows: int, tokens: int) -> CutModel:
-        """What is dry run for micro-batches of so many rows, of so many tokens each."""
+        """The cut model for dry runs of micro-batches of `rows` rows of `tokens` tokens."""
         plan, traced = self.plan, self.traced
         trace = at_length(self.split.trace, tokens) if traced.symbolic else self.split.trace
         flow = analyse(trace.graph)

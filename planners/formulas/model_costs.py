@@ -70,7 +70,7 @@ class Amounts:
         parameters: bytes of trainable parameters and others, and of buffers.
         forward_flops, backward_flops: operations.
         forward_bytes, backward_bytes: moved between memory and the device's cores.
-        kept: bytes made here that stay until backward; nan where that is no such formula.
+        kept: bytes made here that stay until backward; nan if they follow no such formula.
         sent, sent_back: bytes that a rank sends to its tensor-parallel peers, forward and backward.
     """
 
@@ -102,7 +102,7 @@ class ModelPart:
     Attributes:
         name: `model.layers.0 to 31`, or the module's.
         count: how many blocks.
-        each: what one of them costs.
+        each: the amounts of one of them.
     """
 
     name: str
@@ -115,10 +115,10 @@ class Formulas:
     """A model's costs.
 
     Attributes:
-        nodes: of every node, by its name, in the graph's order.
-        parts: the same by blocks, and by what is around them.
-        longest: the length up to which they hold; None: the sequence is no symbol.
-        why: why it is none.
+        nodes: the amounts of every node, by name, in the graph's order.
+        parts: the amounts of blocks, and of modules around them.
+        longest: the length up to which the formulas hold; None: the sequence is no symbol.
+        why: why the sequence is no symbol.
     """
 
     nodes: Mapping[str, Amounts]
@@ -159,12 +159,12 @@ def cost_formulas(
     cluster: str | Path | Cluster | None = None,
     say: Say | None = None,
 ) -> Formulas:
-    """Trace a model and say what it costs.
+    """Trace a model and compute its cost formulas.
 
     Args:
-        model, inputs, loss, precision: as `autopipe.plan` has them.
-        tp: of how many tensor-parallel ranks the first one's part is told.
-        cluster: whose links tell the best sharding; as `autopipe.plan` has it.
+        model, inputs, loss, precision: as for `autopipe.plan`.
+        tp: the number of tensor-parallel ranks; the costs are those of the first one's part.
+        cluster: the cluster for whose links the sharding is optimal; as for `autopipe.plan`.
         say: gets a line of talk at a time.
 
     Raises:
@@ -197,7 +197,7 @@ def cost_formulas(
 def _of_first_rank(
     traced: Lengths, blocks: tuple[Block, ...], tp: int, cluster: Cluster
 ) -> tuple[Graph, tuple[Block, ...]]:
-    """What the first rank runs, sharded as is best at the longest sequence."""
+    """The graph of the first rank, by the best sharding for the longest sequence."""
     graph = traced.trace.graph
     fixed = graph if traced.longest is None else graph.at_sequence(traced.longest)
     trace = replace(traced.trace, graph=fixed)
@@ -211,7 +211,7 @@ def _of_first_rank(
 def _by_node(
     graph: Graph, blocks: Sequence[Block], length: int | None, precision: str, tp: int
 ) -> list[Amounts]:
-    """The amounts of every node; of blocks alike few are costed and run."""
+    """The amounts of every node; of equal blocks only a few are costed and run."""
     flow = analyse(graph)
     kept: dict[int, list[Dim]] = defaultdict(list)
     for short in shortened(flow, blocks):
@@ -276,7 +276,7 @@ def _storages(short: Short, length: int | None, precision: str) -> list[tuple[St
 def _through(
     points: Sequence[tuple[int, int]], values: tuple[int, ...], other: tuple[int, int]
 ) -> Dim:
-    """The formula of values at some points; nan where it does not give the last, at `other`."""
+    """The formula through values at some points; nan if it misses the last value, at `other`."""
     powers = [
         BATCH**i * SEQUENCE**j for i in range(len(ROWS)) for j in range(len(points) // len(ROWS))
     ]
@@ -289,7 +289,7 @@ def _through(
 
 
 def _parts(graph: Graph, blocks: Sequence[Block], nodes: Sequence[Amounts]) -> Iterator[ModelPart]:
-    """Blocks in a row that cost the same, and what is around them by modules."""
+    """Parts: rows of blocks that cost the same, and the modules around them."""
     inside = {p: block for block in blocks for p in range(block.first, block.stop)}
     members: dict[Block | str, list[Amounts]] = defaultdict(list)
     for position, (node, amounts) in enumerate(zip(graph.nodes, nodes, strict=True)):

@@ -1,4 +1,4 @@
-"""Plans that may beat a plan at other sizes: of other meshes, of less memory, of a slower link."""
+"""Find a plan's rivals: plans of other meshes, for less memory or for a slower link."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rivals(plan: Plan, file: ModelFile, traced: TracedAgain, most: int, say: Say
     """Plans of the same step on the same devices, the best of each of the other meshes first.
 
     Args:
-        most: so many, at most.
+        most: the largest number of rivals.
         say: gets a line of talk at a time.
     """
     job = job_of(plan, file, traced, say)
@@ -56,7 +56,7 @@ def rivals(plan: Plan, file: ModelFile, traced: TracedAgain, most: int, say: Say
 
 
 def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> request.Job:
-    """The question that a plan answers, asked again: its rows, devices, precision and engine."""
+    """The job that a plan answers: its rows, devices, precision, and compiled stages or not."""
     trace, optimizer = traced.fixed(), file.optimizer
     flow, blocks = analyse(trace.graph), find_blocks(trace.graph)
     made_by = optimizer or (plan.optimizer if plan.optimizer != CUSTOM else "adamw")
@@ -101,7 +101,7 @@ def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> reques
 
 
 def _searched(plan: Plan, job: request.Job) -> Iterator[Plan]:
-    """The best alternatives' plans, and those that are best with less of something."""
+    """The plans of the best alternatives, and the best ones with less memory or a slower link."""
     candidates: dict[int, Candidate] = {}
 
     def candidate(tp: int) -> Candidate:
@@ -126,7 +126,7 @@ def _searched(plan: Plan, job: request.Job) -> Iterator[Plan]:
 def _plan(
     candidate: Candidate, mesh: PipelineDegrees | None, problem: Problem | None = None
 ) -> Iterator[Plan]:
-    """The best plan of a mesh, or of a problem, where there is one."""
+    """The best plan of a mesh, or of a problem; None: nothing fits."""
     with suppress(InfeasibleError, AutopipeError):
         answer = candidate.search(problem or candidate.counted().problem, (), mesh)
         yield plan_that_fits(candidate, answer, mesh)

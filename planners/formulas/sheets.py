@@ -30,9 +30,9 @@ class Sheets:
     """A plan and its rivals at other sizes.
 
     Attributes:
-        sheets: that of the plan is the first.
-        stops: the sizes.
-        why_no_tokens: why the tokens of a row are none of them; empty if they are.
+        sheets: the sheets; the plan's is the first.
+        stops: the sizes at which sliders stop.
+        why_no_tokens: why the tokens of a row have no slider; empty if they have one.
     """
 
     sheets: tuple[Sheet, ...]
@@ -43,7 +43,7 @@ class Sheets:
 @resting()
 @keeping_default_dtype()
 def sheets(plan: Plan, file: ModelFile, say: Say, most: int = MOST_RIVALS) -> Sheets:
-    """The sheets of a plan and of at most so many rivals.
+    """The sheets of a plan and of its rivals.
 
     Raises:
         ModelError: the model cannot be captured.

@@ -50,14 +50,14 @@ class _Ran(NamedTuple):
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Of a stage and one micro-batch; `schedules.peak_memory.Sizes` has the meanings.
+    """Byte formulas of a stage for one micro-batch; see `schedules.peak_memory.Sizes` for others.
 
     Attributes:
-        sends: of each tensor that it sends on, by name.
-        passing: what its loss has for a moment.
-        largest: of its largest gradient, as it is summed.
-        added: of that, if it is made beside its sum and not counted in `made`.
-        wide: of what gradients take more where the optimizer gets them in fp32.
+        sends: bytes of each tensor that it sends, by name.
+        passing: bytes that exist only within its loss's backward.
+        largest: bytes of its largest gradient, in the dtype of the sum.
+        added: bytes of that gradient if it exists beside its sum and is not counted in `made`.
+        wide: additional bytes of gradients while they are cast to fp32 for the optimizer.
     """
 
     kept: Expression
@@ -76,7 +76,7 @@ def stage_bytes(found: PlannedStages) -> list[StageSizes]:
     """The bytes of a plan's stages.
 
     Raises:
-        NoPolynomial: some are none.
+        NoPolynomial: the bytes of some stage are no polynomial.
     """
     rows = found.plan.batch.microbatch_rows(found.plan.mesh.dp)
     tokens = found.traced.tokens if found.traced.symbolic else 0
@@ -93,7 +93,7 @@ def stage_bytes(found: PlannedStages) -> list[StageSizes]:
 
 
 class NoPolynomial(AutopipeError):
-    """What was counted at one size is not what the others foretell."""
+    """Raised where the bytes counted at one size differ from the polynomial of the others."""
 
 
 def _fitted(
@@ -134,10 +134,10 @@ def _dry_run(found: PlannedStages, rows: int, tokens: int) -> _Ran:
 
 
 def _through(points: Sequence[Point], check: Point, values: tuple[int, ...]) -> Expression:
-    """The polynomial of values at some points.
+    """The polynomial through values at some points.
 
     Raises:
-        NoPolynomial: it does not give the last, at `check`.
+        NoPolynomial: it misses the last value, at `check`.
     """
     lengths = len({tokens for _, tokens in points})
     powers = list(combinations(range(len(points) // lengths), range(lengths)))

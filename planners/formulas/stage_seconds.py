@@ -2,10 +2,11 @@
 
     forward   sum over its nodes of  max(flops / rate, bytes / bandwidth) + launches      op_seconds
     backward  the same; and the forward of blocks that run again
-    both      + what tensor-parallel ranks exchange      rounds (n - 1) latency + sent / w
-              ZeRO-3: what is gathered, as far as computing does not hide it
+    both      + exchanges of tensor-parallel ranks       rounds (n - 1) latency + sent / w
+              + gathering of ZeRO-3, as far as computing does not hide it
 
-They are the formulas that the planner evaluates. Nodes that cost the same are counted.
+They are the formulas that the planner evaluates. Nodes of equal cost share a term, times their
+number.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ NAMES = {BATCH: ROWS, SEQUENCE: TOKENS}
 
 
 class Seconds(NamedTuple):
-    """Of a stage and one micro-batch."""
+    """The formulas of a stage's seconds for one micro-batch."""
 
     forward: Expression
     backward: Expression
@@ -62,7 +63,7 @@ def stage_seconds(found: PlannedStages) -> list[Seconds]:
     """The seconds of a plan's stages.
 
     Raises:
-        AutopipeError: some op's are no formula of sums, products and powers.
+        AutopipeError: the seconds of some op are no formula of sums, products and powers.
     """
     placed = holders(programs.compute(found.plan))
     kinds = {rank: _kinds(found.plan, rank) for rank in set(placed)}
@@ -90,7 +91,7 @@ def stage_seconds(found: PlannedStages) -> list[Seconds]:
 
 
 def _conversions(found: PlannedStages) -> list[Conversions]:
-    """Of each stage the conversions to parts and back."""
+    """For each stage its conversions to parts and back."""
     split, plan = found.split, found.plan
     if split.plain is None:
         return [NONE] * len(split.stages)
@@ -189,7 +190,7 @@ def _wire(plan: Plan, link: Link) -> tuple[float, Expression]:
 
 
 def _sent(move: Move | None, size: Dim, wire: tuple[float, Expression], ranks: int) -> Expression:
-    """Seconds of what a node exchanges with `ranks` - 1 others, as `tp_degrees.sending_seconds`."""
+    """Seconds of a node's exchange among `ranks` ranks, as in `tp_degrees.sending_seconds`."""
     if move is None:
         return 0.0
     moved = of_sympy(move.sent(size, ranks), NAMES)
@@ -197,7 +198,7 @@ def _sent(move: Move | None, size: Dim, wire: tuple[float, Expression], ranks: i
 
 
 def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> Seconds:
-    """The seconds with what ZeRO gathers and scatters, as `planners.model.stage_costs`."""
+    """The seconds with ZeRO's gathers and scatters, as in `planners.model.stage_costs`."""
     plan, graph = found.plan, (found.split.plain or found.split).graph
     if not plan.scatters:
         return own
@@ -218,14 +219,14 @@ def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> S
 
 
 def _beside(computing: Expression, first: Expression, moved: Expression) -> Expression:
-    """Seconds of computing with collectives of which the first waits and the others go on beside
-    it."""
+    """Seconds of computing and of collectives, of which the first one blocks computing and the
+    others run beside it."""
     slowed = total(product(1 - BESIDE, first), product(BESIDE, moved))
     return largest(total(computing, slowed), moved)
 
 
 def _edges(found: PlannedStages, stage: Stage) -> tuple[int, int]:
-    """Bytes as they are read of the parameters of a stage's first and last block."""
+    """Bytes that forward reads of the parameters of a stage's first and of its last block."""
     plain = found.split.plain or found.split
     graph, owner = plain.graph, owners(plain.blocks, stage.first, stage.stop)
 
@@ -245,7 +246,7 @@ def _edges(found: PlannedStages, stage: Stage) -> tuple[int, int]:
 
 
 def _read(states: Iterable[StateSpec]) -> int:
-    """Bytes of parameters as forward reads them: of a master its copy."""
+    """Bytes of parameters as forward reads them: for a master those of its copy."""
     return sum(
         bytes_at(state.held, 1) - (copy_bytes(state) if state.master is not None else 0)
         for state in states
@@ -256,7 +257,7 @@ def _read(states: Iterable[StateSpec]) -> int:
 def _exchange(
     plan: Plan, rank: int, taking: Callable[[float, Levels, int], float], size: int
 ) -> Expression:
-    """Seconds in which a rank's replicas gather or scatter so many bytes."""
+    """Seconds in which a rank's replicas gather or scatter `size` bytes."""
     numbered, mesh = predict.devices(plan), plan.mesh
     own = [numbered[mesh.rank(rank, dp)] for dp in range(mesh.dp)]
 

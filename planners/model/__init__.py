@@ -9,10 +9,10 @@ Other rooms use: `problem.Problem`, `.Config`, `.Decision`, `estimate.estimate`,
 
     problem, devices                 what a planner may read                values
     range_tables                     sums over ranges of units
-    block_parts                      what ranges of units are made of
+    block_parts                      the parts of blocks in each range of units
     recompute_sets, level_mixes      what runs again; levels of equal blocks
     offload_ways                     what blocks offload
-    places                           what each stage is given
+    places                           a stage's devices, link, memory and micro-batches in flight
     transfers                        how tensors come to a stage: whole, or in parts
     memory                           bytes of a stage: bound, estimate, does it fit
     stage_costs                      seconds of a stage

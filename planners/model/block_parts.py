@@ -1,10 +1,10 @@
-"""What ranges of units are made of: parts of blocks, and what each saves if it runs again.
+"""Describe ranges of units as parts of blocks, and what each part saves if it runs again.
 
     units       0    1    2    3    4    5          blocks  a [0, 2)   b [2, 4)   c [4, 6), alike
     [1, 6)           |-a--|----b----|----c----|     two whole blocks, and the last unit of one
 
-Blocks of a deep model are alike, so that a range is known by how many blocks of each class it has,
-and which part of the first and of the last: its *composition*.
+Blocks of a deep model are alike, so a range is described by its *composition*: how many whole
+blocks of each class it has, and which parts of its first and last block.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class BlockPart(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockClasses:
-    """Which blocks cost alike.
+    """The classes of blocks that cost the same.
 
     Args:
-        kinds: of each block the number of its class: those of one class cost alike in every part.
-        firsts: of each class the number of its first block.
+        kinds: for each block the number of its class; blocks of a class cost the same part by part.
+        firsts: for each class the number of its first block.
         wholes: for each class, the part that stands for one of its whole blocks; classes whose
             whole blocks cost the same share one.
     """
@@ -56,11 +56,11 @@ class BlockClasses:
 
 @dataclass(frozen=True, eq=False)
 class Compositions:
-    """What every range of units is made of.
+    """The composition of every range of units.
 
     Args:
         number: entry [i, j] is the number of the composition of the range [i, j).
-        parts: of each composition its parts and how many blocks are such a part.
+        parts: for each composition its parts, each with the number of blocks that it stands for.
     """
 
     classes: BlockClasses
@@ -70,7 +70,7 @@ class Compositions:
 
 @lru_cache(maxsize=16)
 def compositions(problem: Problem) -> Compositions:
-    """What the problem's ranges are made of; the last few are remembered."""
+    """The compositions of a problem's ranges; the results for the last problems are cached."""
     classes = _classes(problem)
     n, blocks = problem.units, np.array(problem.recomputable, np.int64).reshape(-1, 2)
     units = np.arange(n + 1)
@@ -110,7 +110,7 @@ def compositions(problem: Problem) -> Compositions:
 
 
 def part_levels(problem: Problem, part: BlockPart) -> tuple[int, ...]:
-    """The levels that something of a part of a block may run again at, the last of them `WHOLE`."""
+    """The levels at which a part of a block may run again; the last one is `WHOLE`."""
     block = compositions(problem).classes.firsts[part.kind]
     start, stop = problem.recomputable[block]
     levels = problem.profiles[0].levels
@@ -128,7 +128,7 @@ def figures(
     part: tuple[int, int],
     level: int = WHOLE,
 ) -> tuple[int, float]:
-    """Bytes that a part of a block saves if it runs again at a level, and seconds that it takes."""
+    """Bytes that a part of a block saves by running again at a level, and the seconds of that."""
     profile = problem.profile(rows)
     if level != WHOLE:
         found = profile.levels[block][level]
@@ -141,7 +141,7 @@ def figures(
 
 @lru_cache(maxsize=64)
 def _matrices(problem: Problem, rows: int) -> tuple[Bytes, ...]:
-    """Of each block the bytes that each of its parts saves: entry [first, last]."""
+    """For each block the bytes that each of its parts saves: entry [first, last]."""
     items: list[list[Saved]] = [[] for _ in problem.recomputable]
     for saved in problem.profile(rows).saved:
         if saved.block is not None:
@@ -187,5 +187,5 @@ def _classes(problem: Problem) -> BlockClasses:
 
 
 def _rounded(seconds: Iterable[float]) -> tuple[str, ...]:
-    """Sums of equal terms in another order, which differ in their last bits, are the same here."""
+    """Seconds rounded, so that sums of equal terms in another order are equal."""
     return tuple(f"{each:.9e}" for each in seconds)

@@ -34,9 +34,8 @@ class DeviceGroup:
     Args:
         kind: the number of the slowest kind among them.
         memory: bytes of the smallest.
-        levels: how they sum gradients.
-        host: bytes a second between the slowest of them and its host's memory; 0: there is no such
-            link.
+        levels: the levels of links over which they sum gradients.
+        host: bytes a second between the slowest of them and its host's memory; 0: no link.
     """
 
     kind: int
@@ -50,18 +49,18 @@ class Machine:
     """Devices in rank order.
 
     Args:
-        kinds: of each device the number of its kind; higher ones are slower.
-        memory: bytes that each may hold.
-        topology: where they stand.
-        streams: the tensor-parallel degree, how many of the cluster's devices each stands for.
+        kinds: for each device the number of its kind; higher numbers are slower.
+        memory: bytes that each device may hold.
+        topology: the nodes and sites of the devices.
+        streams: the tensor-parallel degree: how many of the cluster's devices each one stands for.
         copying: bytes a second at which the slowest moves its own memory (`Cluster.copying`).
-        means: of each device the numbers of the cluster's devices in its tensor-parallel group.
-        spare: the number of the cluster's devices that are in no tensor-parallel group.
-        within: of each kind the link within its tensor-parallel groups; empty: of one device each.
+        means: for each device the numbers of the cluster's devices that it stands for.
+        spare: how many of the cluster's devices are in no tensor-parallel group.
+        within: for each kind the link within its tensor-parallel groups; empty: one device each.
         overlaps: whether ZeRO gathers and scatters while devices compute: NCCL does, in a stream of
             its own, a block ahead (as PyTorch FSDP, Zhao et al., VLDB 2023, section 3.3); over gloo
             it waits.
-        hosts: of each kind the bytes a second to its host's memory (`Device.host`); none at all: 0.
+        hosts: for each kind the bytes a second to its host's memory (`Device.host`); empty: 0.
     """
 
     kinds: tuple[int, ...]
@@ -77,25 +76,25 @@ class Machine:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """The number of devices."""
         return len(self.kinds)
 
     @property
     def existing(self) -> int:
-        """How many devices the cluster has."""
+        """The number of devices of the cluster."""
         return self.devices * self.streams + self.spare
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all are of one kind and hold as much."""
+        """Whether all devices are of one kind and hold equally much."""
         return len(set(zip(self.kinds, self.memory, strict=True))) == 1
 
     def groups(self, dp: int) -> tuple[DeviceGroup, ...]:
-        """All groups of so many devices."""
+        """All groups of `dp` devices."""
         return _groups(self, dp)
 
     def levels(self, dp: int, group: int, groups: int) -> Levels:
-        """How the devices of so many groups of dp, from one on, sum gradients together."""
+        """The levels of links over which several consecutive groups sum gradients together."""
         return self.topology.levels(range(group * dp, (group + groups) * dp))
 
     def link(self, dp: int, group: int, other: int) -> Level:
@@ -139,10 +138,10 @@ def machine_of(
     """A cluster's machine, and the kinds of its tensor-parallel groups, the fastest first.
 
     Args:
-        dealt: the cluster's devices in tensor-parallel groups; each is one of the machine's.
+        dealt: the cluster's tensor-parallel groups; each becomes one device of the machine.
         limits: bytes that each of the cluster's devices may hold at most.
-        seconds: what a kind takes for what is to be done; which of two is faster depends on it.
-            (An A100 multiplies bf16 faster than an RTX 4090, and fp32 slower.)
+        seconds: gives a kind's seconds for the model, by which kinds are ordered. (An A100
+            multiplies bf16 faster than an RTX 4090, and fp32 slower.)
     """
     kinds = distinct(dealt)
     if len(kinds) > 1:

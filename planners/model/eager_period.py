@@ -7,8 +7,8 @@ bandwidth of the wire, and let e_j be its depth, w_j its window. Stage i holds
 
     d_i = min(m, p - i + sum of e_j over j >= i)
 
-micro-batches, and in the steady state they follow each other at the period of the slowest circle of
-the graph of waits, each of which is seconds / micro-batches on the way:
+micro-batches. In the steady state these follow each other at the period of the slowest cycle of the
+graph of waits. The period of a cycle is its seconds over the micro-batches on it:
 
     f_i / 1                                                     a stage computes
     x_j / 1                                                     a wire carries
@@ -25,8 +25,8 @@ so that a boundary is hidden from e = 2c / (F + B) on, and no depth helps agains
 slower than the computation. Measured over 5 ms one way (c = 8.5 ms with 256 KiB), F + B = 10 ms,
 two stages, 16 micro-batches: 309, 224 and 211 ms a step with e = 0, 1 and 2.
 
-There are no other circles: simulated steps grow by just this for each micro-batch. But a step is
-also filled and drained; for that `planners.costs.eager_depths` simulates what the law proposes.
+There are no other cycles: simulated steps grow by exactly this for each micro-batch. But a step
+also fills and drains, so `planners.costs.eager_depths` simulates what the law proposes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from autopipe.schedules.simulate import LinkTime
 
 @dataclass(frozen=True)
 class StageLink:
-    """What lies between stages j and j + 1.
+    """The link between stages j and j + 1, and the tensors on it.
 
     Args:
         latency: seconds one way.
@@ -62,7 +62,7 @@ class StageLink:
 
 @dataclass(frozen=True)
 class EagerPipeline:
-    """What is known before windows and depths are chosen; a stage has a rank of its own.
+    """The pipeline for which windows and depths are chosen; each stage has a rank of its own.
 
     Args:
         forward, backward: seconds of one micro-batch in each stage.
@@ -88,7 +88,7 @@ class EagerPipeline:
 
 
 def check(pipeline: EagerPipeline) -> None:
-    """Refuse what cannot be meant."""
+    """Refuse numbers that no pipeline can have."""
     stages = len(pipeline.forward)
     for name, found, expected in (
         ("backward", pipeline.backward, stages),
@@ -129,7 +129,7 @@ def extra_bytes(
 
 
 def bound(pipeline: EagerPipeline) -> float:
-    """Seconds that no depths and windows can go below.
+    """A lower bound on a step's seconds, for any depths and windows.
 
     One micro-batch goes to a stage, or over a wire and to the stage behind it, and back to stage 0;
     the others pass that stage or wire one after the other.
@@ -157,7 +157,7 @@ def _channels(boundary: int) -> tuple[Channel, Channel]:
 
 @dataclass(frozen=True, eq=False)
 class Law:
-    """The circles of the graph of waits that depths and windows make shorter.
+    """The cycles of the graph of waits whose periods depths and windows shorten.
 
     Args:
         floor: the period of computation and wires alone.
@@ -186,7 +186,7 @@ class Law:
         )
 
     def periods(self, depths: Sequence[int], windows: Sequence[int]) -> NDArray[np.float64]:
-        """Of every circle, in one row."""
+        """The periods of all cycles, in one row."""
         passed = np.concatenate(([0], np.cumsum(np.add(depths, 1))))
         chains = self.seconds / (1 + np.abs(passed[None, :] - passed[:, None]))
         return np.concatenate((chains.ravel(), self.notices / windows))

@@ -1,9 +1,9 @@
-"""What a decision costs: seconds of a step and bytes of each stage, the same for every planner.
+"""Estimate what a decision costs: seconds of a step and bytes of each stage, for every planner.
 
-It is for searching. The plan that is found is walked and its step simulated
-(`planners.driver.write_plan`, `planfile.predict`); those are the figures that the plan has. The
-formula of a step is in `planners.model.step_formula`, those of one stage in
-`planners.model.stage_costs` and `planners.model.memory`.
+The estimate is for searching. The figures in a plan are others: its programs are walked and its
+step is simulated (`planners.driver.write_plan`, `planfile.predict`). The formula of a step is in
+`planners.model.step_formula`, those of one stage in `planners.model.stage_costs` and
+`planners.model.memory`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from autopipe.planners.model.transfers import arriving
 class StageEstimate:
     """One stage, units `first` to `last` inclusive: seconds of a micro-batch, bytes of a device.
 
-    `period` are the seconds that each further micro-batch takes: all of them, or, where transfers
-    are hidden, those of computing or of the wire. `spent` are those of a micro-batch by what they
-    are for, transfers among them, with what is gathered. `kind` is the number of its devices' kind.
-    `in_parts` is whether what divides comes to it in parts.
+    `period`: seconds that each further micro-batch adds: all of a micro-batch's or, if transfers
+    are hidden, those of computing or of the wire. `spent`: a micro-batch's seconds by cause,
+    transfers and gathering included. `kind`: the number of its devices' kind. `in_parts`: whether
+    tensors that can be divided come to it in parts.
     """
 
     first: int
@@ -71,12 +71,12 @@ class Estimate:
 
     Args:
         stages: one per stage.
-        step_seconds: of the whole step.
-        spent: where a device's seconds of a step go, on average, by what they are for.
-        beyond: of each pipeline rank the bytes that it needs beyond what its devices may hold; less
-            than 0 where it leaves some. Of ranks that take turns the first is told alone.
-        worst: the stages of the rank that needs most beyond it, or is nearest to it.
-        limit: bytes that that rank's devices may hold.
+        step_seconds: seconds of the whole step.
+        spent: a device's seconds of a step by cause, on average.
+        beyond: for each pipeline rank the bytes that it needs beyond its devices' limit; negative
+            if it leaves some free. Of ranks that take turns only the first is listed.
+        worst: the stages of the rank with the largest `beyond`.
+        limit: the limit of that rank's devices, in bytes.
     """
 
     stages: tuple[StageEstimate, ...]
@@ -119,7 +119,7 @@ class Scored(NamedTuple):
 
 
 def estimate(problem: Problem, decision: Decision) -> Estimate:
-    """Score a decision by the formulas above.
+    """Score a decision.
 
     Raises:
         InfeasibleError: the batch does not divide into the decision's micro-batches, no profile
@@ -164,7 +164,7 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
 def settle(
     problem: Problem, config: Config, cuts: tuple[int, ...], groups: tuple[int, ...]
 ) -> Decision:
-    """The decision that these cuts and groups of devices make: what must be recomputed does."""
+    """The decision with these cuts and groups of devices; blocks run again as far as they must."""
     profile = profile_of(problem, config.dp, config.micro_batches)
     assert profile is not None, "a config has a profile"
     of, numbers = tables(problem, profile), compositions(problem).number
@@ -194,7 +194,7 @@ def _stage(
     bounds: tuple[int, ...],
     blocks: KeptLess,
 ) -> _ScoredStage:
-    """One stage [first, last) of which these blocks keep less."""
+    """The estimate of one stage [first, last), of which these blocks keep less."""
     first, last = bounds
     profile = problem.profile(config.microbatch_rows(problem.batch))
     ranges = arriving(tables(problem, profile).at(first, last), problem, config, place)

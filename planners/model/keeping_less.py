@@ -1,9 +1,9 @@
-"""What the blocks of a stage do to fit in its place: for every range of units, the cheapest.
+"""Choose, for every range of units, the cheapest way to make it fit in its place.
 
-Of each way to offload what some blocks keep (`planners.model.offload_ways`) the cheapest set of the
-others that runs again and makes the range fit is looked up (`planners.model.recompute_sets`), and
-the quickest of the ways is taken; where nothing fits, what is nearest to it. A range that fits as
-it is needs none.
+For each way to offload some blocks (`planners.model.offload_ways`), the cheapest set of other
+blocks that have to run again to make the range fit is looked up (`planners.model.recompute_sets`).
+The quickest of the ways is taken or, if nothing fits, the one nearest to fitting. A range that fits
+anyway needs neither.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from autopipe.planners.model.transfers import arriving
 
 
 class StageCosts(NamedTuple):
-    """Of stages that might be: their seconds, bytes, and what is recomputed.
+    """Costs of possible stages: their seconds, bytes, and blocks that keep less.
 
-    `recomputed` are numbers of sets in `planners.model.recompute_sets`, which say what is offloaded
-    too.
+    `recomputed` are numbers of sets in `planners.model.recompute_sets`; a set also says what is
+    offloaded.
     """
 
     seconds: StageSeconds
@@ -42,13 +42,13 @@ class StageCosts(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Sequence[NDArray[Any]]) -> StageCosts:
-        """The costs with these figures."""
+        """The costs made of these arrays."""
         *seconds, peaks, recomputed = arrays
         return cls(StageSeconds(*seconds), peaks, recomputed)
 
 
 class Holding(NamedTuple):
-    """What recomputed blocks count for in a stage's bytes.
+    """How recomputed blocks count in a stage's bytes.
 
     Args:
         once: bytes that are there once if any block is recomputed.
@@ -60,25 +60,26 @@ class Holding(NamedTuple):
 
 
 def largest_block(place: StagePlace, largest: Bytes) -> Holding:
-    """A block lets go of what it recomputed when its backward is over: one block's bytes are there.
+    """The usual rule: a block frees its recomputed tensors after its backward, so the bytes of one
+    block count.
 
     Args:
-        largest: of each range the bytes of its largest block.
+        largest: for each range the bytes of its largest block.
     """
     return Holding(largest, place.in_flight)
 
 
 class Pricing:
-    """What ranges cost in the places of a config, with the cheapest set of blocks that fits there.
+    """Prices ranges in the places of a config, with the cheapest set of blocks that fits there.
 
-    Most figures of a range are the same in all places of one link and kind of device, whatever is
-    in flight there: they are worked out once, and in each place those alone of ranges that do not
-    fit as they are.
+    Most figures of a range are the same in all places with one link and kind of device, whatever is
+    in flight there, and are computed once. In each place only the ranges that do not fit as they
+    are need more.
 
     Args:
         ranges, numbers: the ranges, and their compositions (`planners.model.recompute_sets`).
-        holding: what recomputed blocks count for in bytes. (A comparison with planners that count
-            in another way passes theirs.)
+        holding: how recomputed blocks count in bytes. (A comparison with planners that count in
+            another way passes their rule.)
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Pricing:
         return StageCosts.of(arrays)
 
     def _anywhere(self, place: StagePlace) -> _Anywhere:
-        """What the ranges cost in places that differ from this one in what is in flight."""
+        """The figures of the ranges in places like this one, whatever is in flight there."""
         alike = place._replace(in_flight=0)
         if alike not in self._known:
             problem, config = self.problem, self.config
@@ -131,7 +132,7 @@ class Pricing:
         return self._known[alike]
 
     def _of_way(self, place: StagePlace, some: _Anywhere, way: int) -> StageCosts:
-        """Costs of ranges whose blocks offload in a way, with the cheapest set of the others."""
+        """Costs of ranges under one way to offload, with the cheapest set of the other blocks."""
         sets = sets_of(self.problem, self.config, place)
         left = _left(sets, some.numbers, way)
         offloaded = sets.ways.bytes[left]
@@ -157,17 +158,17 @@ def costs(
 
 
 class _Anywhere(NamedTuple):
-    """What ranges cost, however many micro-batches are in flight.
+    """The figures of ranges that do not depend on the micro-batches in flight.
 
     Args:
         numbers: their compositions.
-        work: what their stages do.
-        fixed: bytes that are held whatever is in flight, before anything keeps less.
+        work: the seconds of their stages' work.
+        fixed: bytes that are held whatever is in flight, if no block keeps less.
         each: bytes that each micro-batch in flight holds.
-        made: as `Tables` has it.
-        seconds: of stages in which nothing runs again or is offloaded.
-        none: numbers of the sets of which nothing runs again.
-        first_is_nothing: whether those are the first that may be chosen.
+        made: as in `Tables`.
+        seconds: seconds of the stages if nothing runs again or is offloaded.
+        none: numbers of the sets in which nothing runs again.
+        first_is_nothing: whether those are the first sets that may be chosen.
     """
 
     numbers: Numbers
@@ -188,7 +189,7 @@ class _Anywhere(NamedTuple):
         return StageCosts(self.seconds, self.held(place), self.none)
 
     def only(self, wanted: NDArray[np.bool_]) -> _Anywhere:
-        """Those of some ranges, in a row."""
+        """The figures of some ranges, in a row."""
         fixed, each, made = (whole[wanted] for whole in (self.fixed, self.each, self.made))
         seconds = StageSeconds(*(whole[wanted] for whole in self.seconds))
         work, none = self.work.only(wanted), self.none[wanted]
@@ -197,7 +198,7 @@ class _Anywhere(NamedTuple):
 
 
 def _left(sets: RecomputeSets, numbers: Numbers, way: int) -> Numbers:
-    """The compositions of what is left where blocks offload in a way."""
+    """The compositions of the blocks that do not offload, under a way."""
     left = sets.ways.numbers[numbers, way]
     return np.where(left < 0, numbers, left)  # a range without such a way
 
@@ -205,10 +206,11 @@ def _left(sets: RecomputeSets, numbers: Numbers, way: int) -> Numbers:
 def _nearer(
     found: StageCosts, least: StageCosts, room: int, there: NDArray[np.bool_]
 ) -> StageCosts:
-    """Of two costs of each range those that fit, or are nearer to it; of equal ones the shorter.
+    """For each range the better of two costs: the one that fits or is nearer to fitting; of two
+    that are equal in this, the one with fewer seconds.
 
     Args:
-        there: whether a range has the first of them.
+        there: whether a range has the first cost at all.
     """
     beyond, before = (np.maximum(memory.excess(c.peaks, room), 0) for c in (found, least))
     shorter = found.seconds.whole < least.seconds.whole
@@ -226,8 +228,8 @@ def sets_of(problem: Problem, config: Config, place: StagePlace) -> RecomputeSet
 
 
 def may_offload(problem: Problem, place: StagePlace) -> bool:
-    """Whether blocks may be chosen to offload what they keep; not where the user says which do, or
-    what runs again."""
+    """Whether the planner may choose blocks to offload: not if the user says which offload or run
+    again."""
     asked = problem.constraints
     chosen = asked.offload is None and asked.recompute is None
     return chosen and problem.offloads and place.group.host > 0

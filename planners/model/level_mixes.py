@@ -1,11 +1,10 @@
-"""Deal levels out to equal parts of blocks: the ways that no other one beats.
+"""Assign levels to equal parts of blocks, and keep the assignments that no other one beats.
 
     parts    3 blocks of 10 bytes and 6 seconds, with a level of 4 bytes and a second
     sets     0 in 0 s; 4 in 1; 8 in 2; 12 in 3; 14 in 7; 18 in 8; 20 in 12; 24 in 13; 30 in 18
 
-Of parts of one kind `of_parts` tries every way to deal their levels out. Kind after kind,
-`together` adds these to each set that is there, and keeps what nothing beats in both bytes and
-seconds.
+For parts of one kind `of_parts` tries every assignment of levels. Kind after kind, `together` adds
+these to each set so far, and keeps the sets that none beats in both bytes and seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MOST_MIXES = 256
 
 
 class Option(NamedTuple):
-    """A level of a part: what it saves and costs, and whether all such parts are to be at it."""
+    """A level of a part: its bytes saved, its seconds, and whether all such parts must have it."""
 
     size: int
     seconds: float
@@ -40,7 +39,7 @@ class Option(NamedTuple):
 
 
 class EqualParts(NamedTuple):
-    """Equal parts: how many there are, and the levels that each may be at."""
+    """Equal parts: their number, and the levels that each may have."""
 
     parts: int
     options: tuple[Option, ...]
@@ -58,7 +57,7 @@ NOTHING = Sets(np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.uint16))
 
 
 def together(sets: Sets, own: Sets) -> Sets:
-    """Every set of the first beside every set of other parts, but for those that another beats."""
+    """The unbeaten combinations of a set of the first parts and a set of the others."""
     saved = (sets.saved[:, None] + own.saved).ravel()
     spent = (sets.spent[:, None] + own.spent).ravel()
     kept = _unbeaten(saved, spent)
@@ -71,7 +70,7 @@ def together(sets: Sets, own: Sets) -> Sets:
 
 @lru_cache(maxsize=1024)
 def of_parts(group: EqualParts) -> Sets:
-    """The sets of one group; a way that another one beats is in no set of more groups either."""
+    """The unbeaten sets of one group; a beaten one is in no unbeaten set of more groups either."""
     mixes = _mixes(group)
     saved = mixes @ np.array([option.size for option in group.options], np.int64)
     spent = mixes @ np.array([option.seconds for option in group.options])
@@ -80,14 +79,14 @@ def of_parts(group: EqualParts) -> Sets:
 
 
 def _unbeaten(saved: Bytes, spent: Times) -> Numbers:
-    """Which sets no other beats in both, from those that save least on."""
+    """The numbers of sets that none beats in both, by ascending bytes saved."""
     order = np.lexsort((-saved, spent))
     best = np.maximum.accumulate(saved[order])
     return np.asarray(order[np.concatenate(([True], best[1:] > best[:-1]))])
 
 
 def _mixes(group: EqualParts) -> Numbers:
-    """Ways to deal levels out to equal parts: of each way how many are at each level."""
+    """Assignments of levels to equal parts: for each one, the number of parts at each level."""
     count, options = group
     always = [number for number, option in enumerate(options) if option.always]
     if always:
@@ -105,14 +104,14 @@ def _mixes(group: EqualParts) -> Numbers:
 
 @cache
 def _all_mixes(count: int, levels: int) -> Numbers:
-    """Every way to deal so many levels out, or none, to equal parts."""
+    """Every assignment of `levels` levels, or of none, to equal parts."""
     found = [mix for mix in product(range(count + 1), repeat=levels) if sum(mix) <= count]
     return np.array(found, np.int64).reshape(len(found), levels)
 
 
 @cache
 def _neighbours(count: int, levels: int) -> Numbers:
-    """Those ways in which levels stand that are neighbours, or one and none."""
+    """The assignments that use only two neighbouring levels, or one level and none."""
     found = [(0,) * levels]
     for level in range(levels):
         for number in range(1, count + 1):

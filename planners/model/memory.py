@@ -26,7 +26,7 @@ received and S bytes sent; R' and S' are those of them whose gradient goes the o
     min(window, m) * R         receives posted ahead
     min(window + 1, m) * S'    the same for gradients, and the one that backward is using
     S + min(2, m) * R'         sends under way: one leaving, and a gradient that is being made
-    g' + l                     a gradient made beside its sum; what a loss has for a moment
+    g' + l                     a gradient made beside its sum; bytes within a loss's backward
 
 D are the bytes that recomputed blocks do not save and that blocks offload, d the bytes of the
 largest block, held once while it is recomputed (`planners.model.recompute_sets`), v those of two
@@ -67,7 +67,7 @@ Held = TypeVar("Held", int, Bytes, Times)
 
 
 def excess(held: Held, limit: int) -> Held:
-    """Bytes that are held beyond a limit: what is held fits where this is 0 or less.
+    """Bytes held beyond a limit; 0 or less means that they fit.
 
     Args:
         held: bytes of one stage or device, or an array of them.
@@ -85,14 +85,14 @@ def estimate(
     held: int | Bytes = 0,
     moving: int | Bytes = 0,
 ) -> tuple[Bytes, ...]:
-    """Estimated bytes on one device by what they are for, in the order of the fields of `Memory`.
+    """Estimated bytes on one device by purpose, in the order of the fields of `Memory`.
 
     Args:
         ranges: the ranges of units, in any shape; each result has that shape.
         in_flight: micro-batches whose activations the stage holds at once.
         dropped: D, bytes of a micro-batch that recomputed blocks do not save, or are offloaded.
-        held: d, bytes that are there once while a block is recomputed.
-        moving: v, bytes that are there once while blocks offload what they keep.
+        held: d, bytes held once while a block is recomputed.
+        moving: v, bytes held once while offloaded tensors are on their way.
     """
     micro_batches, dp, zero = config.micro_batches, config.dp, config.zero
     posted, arriving = (min(problem.window + n, micro_batches) for n in (0, 1))
@@ -121,7 +121,7 @@ def estimate(
 
 
 def _passing(ranges: Tables, config: Config) -> Bytes:
-    """Bytes of gradients that come and go in a backward, beside those that are held."""
+    """Bytes of gradients that exist only within a backward."""
     if config.scatters:
         return ranges.passing + scattered_bytes(ranges.summed, ranges.largest, config.dp)
     # From the second micro-batch on.
@@ -129,13 +129,13 @@ def _passing(ranges: Tables, config: Config) -> Bytes:
 
 
 def scattered_bytes(summed: ArrayLike, largest: ArrayLike, ranks: int) -> Bytes:
-    """Bytes that ZeRO-2 and 3 hold of gradients while a backward makes them, as
-    `runtime.parameters.zero2` has it.
+    """Bytes of gradients in the buckets of ZeRO-2 and 3 during a backward, as in
+    `runtime.parameters.zero2`.
 
     Args:
         summed: bytes of a stage's gradients.
-        largest: of those the bytes of the largest.
-        ranks: n, over which they are dealt out.
+        largest: bytes of the largest of them.
+        ranks: n, the number of ranks over which they are sharded.
     """
     bucket = np.minimum(summed, np.maximum(largest, BUCKET_BYTES))
     return np.asarray(2 * bucket + -(-bucket // ranks))
@@ -164,7 +164,7 @@ class Bound:
         return float(sums[end] - sums[first])
 
     def upto(self, in_flight: int) -> Times:
-        """Bytes that the units before each unit hold at least, with so many in flight."""
+        """Bytes that the units before each unit hold at least, by micro-batches in flight."""
         return np.asarray(self.states + in_flight * self.saved)
 
 

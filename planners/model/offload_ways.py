@@ -1,20 +1,19 @@
-"""How many blocks of a range offload what they keep: the ways that a planner looks at.
+"""List the ways of a range to offload: how many of its blocks keep their tensors on the host.
 
-A block that offloads keeps nothing of a micro-batch on the device, and nothing of it runs again.
-The copies go beside what the stage computes (`stage_costs.StageWork.copying`), so that the first
-blocks cost nothing and the others the seconds of their bytes on the link. With c seconds of what
-runs again,
+A block that offloads keeps nothing of a micro-batch on the device, and does not run again. Copies
+run beside computing (`stage_costs.StageWork.copying`), so the first blocks cost nothing, and the
+others cost the seconds of their bytes on the link. With c seconds of ops that run again,
 
     O bytes offloaded        max(0, O / host - F)  +  max(0, O / host - B - c)   seconds more
 
-What the others keep or run again is the best of a range without the blocks that offload:
+The other blocks keep tensors or run again as is best for a range without those that offload:
 
     8 blocks, 3 of which offload    8 = 3 away + 5 left    the sets of 5 (`recompute_sets`)
 
-Where there are at most `MOST_WAYS` such ways, every number of blocks of every class is tried, so
-that both are chosen together and exactly. Of longer ranges so many numbers are, evenly spread, and
-of several classes those blocks go first that take longest a byte to run again: what is found then
-is near the best. Only blocks that a range has whole are offloaded, unless they are asked for.
+If there are at most `MOST_WAYS` such ways, every number of blocks of every class is tried: both are
+then chosen together and exactly. For longer ranges `MOST_WAYS` numbers are tried, evenly spread;
+of several classes, the blocks that take longest a byte to run again offload first. The result is
+then near the best. Only whole blocks are offloaded, unless the user asks for others.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ class Ways:
     """The ways of every composition.
 
     Args:
-        left: compositions of what does not offload, numbered on from those of the ranges; all parts
-            stand in them, some with no block.
-        numbers: entry [composition, way] is the number of what is left: its own number where
-            nothing offloads, -1 where it has no such way.
-        away: by the number of what is left, how many blocks of each part offload.
-        bytes: by that number, those of a micro-batch that are offloaded.
-        moving: by that number, bytes that are there once, on their way: of two blocks.
+        left: compositions of the blocks that do not offload, numbered after those of the ranges;
+            they have all parts, some of them with 0 blocks.
+        numbers: entry [composition, way] is the number of the composition that is left: its own
+            number if nothing offloads, -1 if it has no such way.
+        away: by that number, how many blocks of each part offload.
+        bytes: by that number, the offloaded bytes of a micro-batch.
+        moving: by that number, bytes held once, on their way: those of two blocks.
     """
 
     left: tuple[Parts, ...]
@@ -67,10 +66,10 @@ class Ways:
 
 @lru_cache(maxsize=64)
 def offload_ways(problem: Problem, rows: int, kind: int, free: bool) -> Ways:
-    """The ways for the profile of so many rows on a kind of device.
+    """The ways for a profile on a kind of device.
 
     Args:
-        free: whether blocks may be chosen; if not, none offloads but those that are asked for.
+        free: whether the planner may choose blocks; if not, only those asked for offload.
     """
     made = compositions(problem)
     left: list[Parts] = []
@@ -135,14 +134,14 @@ def _gone(
 
 
 def _size(problem: Problem, made: Compositions, rows: int, kind: int, part: BlockPart) -> int:
-    """Bytes that a part of a block keeps for itself alone."""
+    """Bytes that a part of a block keeps and no other block reads."""
     return figures(problem, rows, kind, made.classes.firsts[part.kind], part[1:])[0]
 
 
 def spread(many: int, of: int) -> tuple[int, ...]:
-    """So many numbers out of `of`, as far apart as they can be, 0 first.
+    """`many` numbers below `of`, as far apart as possible, beginning with 0.
 
-    So each copy has the blocks up to the next one to hide behind, and the last block, which
-    backward begins with, is among them only if all are.
+    Each copy can then hide behind the blocks up to the next one; the last block, with which
+    backward begins, is chosen only if all are.
     """
     return tuple(number * of // many for number in range(many))

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline is given: micro-batches in flight, devices, a link, memory.
+"""The place of each stage of a pipeline: micro-batches in flight, devices, a link, memory.
 
 Two stages on each of two ranks (`interleaved`), whose ranks have groups 4 and 2 of devices:
 
@@ -26,15 +26,15 @@ from autopipe.schedules.registry import flying, in_flight, make, named
 
 
 class StagePlace(NamedTuple):
-    """What one stage is given.
+    """The place of one stage.
 
     Args:
         in_flight: the most micro-batches whose activations it holds at once.
         group: its devices.
-        before: the link from the devices of the stage before it; None: there is no such stage, or
-            it is on the same devices.
-        shares: how many stages share these devices' memory; each may use 1/shares of it.
-        turns: how many ranks of a pipeline take turns at it; `group` has the devices of all.
+        before: the link from the devices of the stage before it; None: it is the first stage, or
+            the one before is on the same devices.
+        shares: the number of stages on these devices; each may use 1/shares of their memory.
+        turns: the number of ranks that take turns at it; `group` has the devices of all of them.
     """
 
     in_flight: int
@@ -44,7 +44,7 @@ class StagePlace(NamedTuple):
     turns: int = 1
 
     def shared(self, config: Config) -> Config:
-        """The config as to who shares the stage's parameters: ranks that take turns do, too."""
+        """The config with all ranks that share the stage's parameters as replicas."""
         return config if self.turns == 1 else config._replace(dp=config.dp * self.turns)
 
     @property
@@ -54,10 +54,10 @@ class StagePlace(NamedTuple):
 
 
 def chunks_of(constraints: Constraints, schedule: str, chunks: int = FEWEST_CHUNKS) -> int:
-    """How many stages each rank holds under a schedule.
+    """The number of stages on each rank under a schedule.
 
     Args:
-        chunks: a config's, for a schedule that leaves it open and nobody asks for a number.
+        chunks: the config's number, for a schedule that leaves it open.
     """
     if constraints.programs:
         return len(holders(constraints.programs)) // len(constraints.programs)
@@ -65,7 +65,7 @@ def chunks_of(constraints: Constraints, schedule: str, chunks: int = FEWEST_CHUN
 
 
 def stages_of(problem: Problem, config: Config) -> int:
-    """The stages of a pipeline, those of all its ranks."""
+    """The number of stages of a pipeline, on all its ranks."""
     if config.turns:
         return len(config.turns)
     return config.pp * chunks_of(problem.constraints, config.schedule, config.chunks)
@@ -73,7 +73,7 @@ def stages_of(problem: Problem, config: Config) -> int:
 
 @lru_cache(maxsize=1024)
 def in_flights(problem: Problem, config: Config) -> tuple[int, ...]:
-    """Of each stage of a pipeline, the most micro-batches whose activations it holds at once."""
+    """For each stage of a pipeline, the most micro-batches whose activations it holds at once."""
     asked = problem.constraints
     if asked.programs:
         ranks = holders(asked.programs)
@@ -108,7 +108,7 @@ def placement(
 
 
 def places(problem: Problem, config: Config, groups: Sequence[int]) -> tuple[StagePlace, ...]:
-    """What each stage is given if the pipeline's ranks have these groups of devices."""
+    """The place of each stage if the pipeline's ranks have these groups of devices."""
     held = in_flights(problem, config)
     row = [groups[rank] for rank in ranks_of(problem, config)]
     turns = config.turns or (1,) * len(row)
@@ -126,13 +126,13 @@ def place_of(
     earlier: int | None,
     turns: int = 1,
 ) -> StagePlace:
-    """What a stage is given.
+    """The place of a stage.
 
     Args:
         held: its micro-batches in flight.
-        group, earlier: the numbers of its group of devices, and of the stage's before it; of ranks
-            that take turns that of the first.
-        turns: how many ranks take turns at it, on devices that are all alike.
+        group, earlier: the numbers of its group of devices and of that of the stage before it; for
+            ranks that take turns, of the first one.
+        turns: how many ranks take turns at it, all on equal devices.
     """
     machine = problem.machine
     linked = earlier is not None and earlier != group
@@ -151,7 +151,7 @@ def place_of(
 
 
 def profile_of(problem: Problem, dp: int, micro_batches: int) -> Profile | None:
-    """The profile of a micro-batch; None if the batch does not divide so or none was made."""
+    """The profile for a config's micro-batch; None: rows do not divide, or there is none."""
     rows, rest = divmod(problem.batch, dp * micro_batches)
     if rest:
         return None

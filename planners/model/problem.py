@@ -1,4 +1,4 @@
-"""The planner's problem: what a model costs, cut into units, with nothing of torch left in it.
+"""The planner's problem: a model's costs by unit, as plain numbers.
 
 The graph's nodes are grouped into *units*, the finest pieces between cuts that are allowed. A stage
 is a range of units [i, j); a candidate is a mesh, a number of micro-batches and the cuts.
@@ -7,13 +7,12 @@ is a range of units [i, j); a candidate is a mesh, a number of micro-batches and
              |----|----|----|----|----|----|
     cuts          ^         ^                    cuts (1, 3): stages [0,1) [1,3) [3,6)
 
-Everything a stage pays is a sum over its range of what is here: seconds per unit, bytes that a
-range pays for once however many of its units use them (`Shared`), storages kept from forward to
-backward (`Saved`), and tensors that cross a cut (`Crossing`). A block may be recomputed in
-backward: then it takes its forward's seconds once more, and keeps none of what only itself would
-keep. Or some of its ops are: that is a `BlockLevel`, which is chosen for a block that a stage has
-whole. Where the user has chosen it, the parts of a block that a cut divides have its seconds too,
-and are taken to save nothing.
+All costs of a stage are sums over its range: seconds of units, bytes that a range has once however
+many of its units use them (`Shared`), storages kept from forward to backward (`Saved`), and tensors
+that cross a cut (`Crossing`). A block may run again in backward: then it takes its forward's
+seconds once more, and does not keep storages that only it would keep. Or some of its ops run again,
+at a `BlockLevel`, which a planner chooses for blocks that a stage has whole. If the user has chosen
+it, parts of a block that a cut divides have its seconds too, and are assumed to save nothing.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Saved:
 
     It is made in unit `producer`; a stage that starts after the producer has received the tensor
     instead and pays for it as a `Crossing`. None: made anew in every stage that needs it.
-    `block` is the number of the recomputable block that makes it and alone keeps it; if that one is
-    recomputed, nobody keeps it.
+    `block` is the number of the recomputable block that makes it, if only that block keeps it; if
+    the block runs again, the storage is not kept.
     """
 
     bytes: int
@@ -57,7 +56,7 @@ class Crossing:
     """A tensor of `bytes` made in unit `producer`, used in later units `consumers` (ascending).
 
     Sent to each later stage with a consumer; with `gradient`, one of the same size comes back.
-    `divides`: each tensor-parallel rank has it whole, and may send a part of it.
+    `divides`: each tensor-parallel rank has it whole, and may send a part of it only.
     """
 
     bytes: int
@@ -71,11 +70,11 @@ Seconds = tuple[float, ...]
 
 
 class BlockLevel(NamedTuple):
-    """A block's way to keep less of a micro-batch, of which some ops run again in backward.
+    """A level of a block: some of its ops run again in backward, and it keeps less.
 
     Args:
-        dropped: bytes that it does not keep.
-        seconds: of each kind of device, what running the ops again takes in each of its units.
+        dropped: bytes of a micro-batch that it does not keep.
+        seconds: for each kind of device, the seconds of the repeated ops in each of its units.
     """
 
     dropped: int
@@ -84,19 +83,19 @@ class BlockLevel(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """What one micro-batch of `rows` rows costs, by unit.
+    """The costs of one micro-batch of `rows` rows, by unit.
 
     Args:
-        forward, backward: of each kind of device the seconds of each unit.
-        recompute: of each recomputable block of the problem and each kind of device, the seconds
-            that recomputing takes in each of the block's units.
-        exchange: of each kind the seconds of each unit, of `forward` and `backward` together, in
-            which tensor-parallel ranks exchange something; none at all if there are none.
-        levels: of each recomputable block its levels between keeping all and running again whole;
+        forward, backward: for each kind of device the seconds of each unit.
+        recompute: for each recomputable block and each kind of device, the seconds that running it
+            again takes in each of the block's units.
+        exchange: for each kind of device the seconds of each unit, among those of `forward` and
+            `backward`, in which tensor-parallel ranks exchange tensors; empty: there are none.
+        levels: for each recomputable block its levels between keeping all and running again whole;
             empty: there are none. Equally many in every profile.
-        made: of each unit the bytes that its backward makes, at its fullest moment, where stages
-            are compiled; empty: they are not counted.
-        passing: of each unit the bytes that a loss has for a moment; empty: none has.
+        made: for each unit the most bytes that its backward has made and holds, if stages are
+            compiled; empty: they are not counted.
+        passing: for each unit the bytes that exist only within a loss's backward; empty: none.
     """
 
     rows: int
@@ -116,7 +115,7 @@ WHOLE: Final = -1
 
 
 class Again(NamedTuple):
-    """A recomputable block of the problem, by its number, and the level that it runs again at."""
+    """A recomputable block, by number, and the level at which it runs again."""
 
     block: int
     level: int = WHOLE
@@ -124,17 +123,16 @@ class Again(NamedTuple):
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the user has fixed; None leaves it to the planner.
+    """The user's constraints; None leaves a choice to the planner.
 
-    `micro_batch_size` are the rows of a micro-batch, from which their number follows in each mesh.
-    `chunks` are the stages on each rank under the schedule interleaved; `window` and `depth` hold
-    at every boundary: receives posted ahead, and the micro-batches in flight besides. `recompute`
-    are recomputable blocks of the problem: those, and no others, run again, at these levels.
-    `offload` are the numbers of those that offload what they keep, and no others.
-    `transfers` is one of `planfile.parts.TRANSFERS`: how tensors that divide go to later stages.
-    `turns` are the ranks that take turns at each stage; of no number: each stage has one.
-    `programs` is a schedule that the user has written: `schedule` is then `WRITTEN`, and pp and
-    micro_batches are those it is for.
+    `micro_batch_size`: rows of a micro-batch, from which their number follows in each mesh.
+    `chunks`: stages on each rank under the schedule interleaved. `window` and `depth`, at every
+    boundary: receives posted ahead, and additional micro-batches in flight. `recompute`: the blocks
+    that run again, at these levels, and no others. `offload`: the numbers of the blocks that
+    offload, and no others. `transfers`: one of `planfile.parts.TRANSFERS`, how tensors that divide
+    go to later stages. `turns`: the number of ranks that take turns at each stage; empty: one each.
+    `programs`: a schedule that the user has written; `schedule` is then `WRITTEN`, and pp and
+    micro_batches are those of the programs.
     """
 
     pp: int | None = None
@@ -167,7 +165,7 @@ class Problem:
     """Everything a planner may read. Compared and hashed by identity.
 
     Args:
-        units: how many units the model has.
+        units: the number of units.
         blocks: ranges [first, last) of units, one per repeated block, in order; may be empty.
         parameters: trainable parameters; each also has a gradient and optimizer state.
         constants: buffers, and copies of parameters that autocast casts.
@@ -181,11 +179,11 @@ class Problem:
             its first and its last unit may hold something else besides.
         zeros: the ZeRO stages to choose from, ascending.
         tp: the tensor-parallel degree that the profiles are for.
-        copies: what forward reads of those `parameters` that are fp32 masters, in 16 bits: half as
-            large. Under ZeRO-3 they are there only while they are gathered.
+        copies: the 16-bit copies that forward reads of those `parameters` that are fp32 masters:
+            half as large. Under ZeRO-3 they exist only while they are gathered.
         frozen: parameters that are not trained; ZeRO-3 shards and gathers them too.
-        largest: of each unit the bytes of the largest gradient that it makes, beside the sum that
-            it is added to; empty where that is not counted.
+        largest: for each unit the bytes of the largest gradient that it makes beside the sum to
+            which it is added; empty: not counted.
         low_gradients: gradients of masters are summed in 16 bits, as wide as `copies`.
         beyond: by schedule and ZeRO stage, bytes of each device that a search may not use, because
             the exact bytes of a plan that used them did not fit (`driver.refine.plan_that_fits`).
@@ -213,16 +211,16 @@ class Problem:
     offloads: bool = False
 
     def profile(self, rows: int) -> Profile:
-        """That of micro-batches of so many rows; there is one."""
+        """The profile of micro-batches of `rows` rows, which exists."""
         return next(profile for profile in self.profiles if profile.rows == rows)
 
     def seen_beyond(self, config: Config) -> int:
-        """Bytes of each device that plans of such a config may not use: see `beyond`."""
+        """Bytes of each device that plans of a config may not use: see `beyond`."""
         return self.beyond.get((config.schedule, config.zero), 0)
 
 
 def splits(problem: Problem, schedule: str) -> bool:
-    """Whether a schedule has backward in halves; what is split cannot be recomputed."""
+    """Whether a schedule has backward in halves; such stages cannot recompute."""
     programs = problem.constraints.programs
     return halved(programs) if programs else named(schedule).splits
 
@@ -234,10 +232,10 @@ FEWEST_CHUNKS = 2
 class Config(NamedTuple):
     """A candidate before its cuts: a mesh, the number of micro-batches, and how they run.
 
-    `pp` are the pipeline's ranks and `dp` its replicas; `zero` is the ZeRO stage. `depth` are the
-    additional micro-batches in flight at every boundary, which eager-1f1b alone has. `chunks` are
-    the stages on each rank, of a schedule that leaves their number open: interleaved. `turns` are
-    the ranks that take turns at each stage (`planfile.turns`), pp in all; nothing: one each.
+    `pp`: the pipeline's ranks. `dp`: its replicas. `zero`: the ZeRO stage. `depth`: additional
+    micro-batches in flight at every boundary, for eager-1f1b. `chunks`: stages on each rank, for
+    interleaved, which leaves their number open. `turns`: the number of ranks that take turns at
+    each stage (`planfile.turns`), pp in all; empty: one each.
     """
 
     pp: int
@@ -260,7 +258,7 @@ class Config(NamedTuple):
         return self.zero == 3 and self.dp > 1
 
     def microbatch_rows(self, batch: int) -> int:
-        """Rows of one micro-batch, of a whole batch of so many rows."""
+        """Rows of one micro-batch, for a whole batch of `batch` rows."""
         return batch // (self.dp * self.micro_batches)
 
     def __str__(self) -> str:
@@ -272,18 +270,18 @@ class Config(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """A planner's answer: the config, the cuts, what is recomputed, and whose devices are whose.
+    """A planner's decision: the config, the cuts, the blocks that keep less, each rank's devices.
 
-    A pipeline has one stage more than cuts; each of its pp ranks holds equally many, or some take
-    turns at one.
+    A pipeline has one stage more than cuts. Each of its pp ranks holds equally many stages, or some
+    ranks take turns at one.
 
     Args:
         cuts: numbers of units, ascending: cuts[s] is the first unit of stage s + 1, so that stage s
             has the units [cuts[s - 1], cuts[s]).
-        recompute: of each stage the blocks of which something runs again, ascending.
-        groups: of each of the pp ranks the number of its group of `dp` devices
-            (`Machine.groups`); empty: they stand in that order.
-        offload: of each stage the blocks that offload what they keep, ascending.
+        recompute: for each stage the blocks that run again, whole or in part, ascending.
+        groups: for each of the pp ranks the number of its group of `dp` devices
+            (`Machine.groups`); empty: rank r has group r.
+        offload: for each stage the blocks that offload, ascending.
     """
 
     config: Config
@@ -294,5 +292,5 @@ class Decision:
 
     @property
     def stages(self) -> int:
-        """How many stages a pipeline has, on all its ranks together."""
+        """The number of stages of a pipeline, on all its ranks together."""
         return len(self.cuts) + 1

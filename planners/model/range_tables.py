@@ -32,20 +32,20 @@ class Tables:
     `largest`, which a stage has once; `forward`, `backward` and `exchange` have an array for each
     kind of device; without tensor parallelism `exchange` has none.
 
-    `earlier` are backward seconds of all units before the range, each on the kind of device that
-    takes least.
+    `earlier`: backward seconds of all units before the range, each on the fastest kind of device.
 
-    `copies` are what is read of masters; `summed` are bytes of gradients. `block` are bytes as they
-    are read of the parameters of the largest block that the range has any unit of, or of the
-    largest unit in no block: what ZeRO-3 gathers in one go. `opening` and `closing` are those of
-    the block of the range's first and last unit, with which a forward and a backward begin.
-    `tied` are those of parameters that several units in no one block use, which stay. `largest` are
-    bytes of the largest gradient that one of the range's units makes, `added` those of it where it
-    is not among `made`: the most that the backward of a unit makes, beyond what those after it have
-    let go of by then. `passing` are the most that a loss in one of them has for a moment, `parted`
-    those of the received bytes that may
-    come in parts, and `parted_gradient` those of them whose gradient goes back
-    (`planners.model.transfers`).
+    Bytes of parameters, as forward reads them. `copies`: of the copies of masters. `block`: of the
+    largest block that the range has any unit of, or of the largest unit outside of blocks: what
+    ZeRO-3 gathers at once. `opening`, `closing`: of the block of the range's first and last unit,
+    with which a forward and a backward begin. `tied`: of parameters that units of several blocks
+    use, which stay gathered.
+
+    Bytes of gradients. `summed`: of all. `largest`: of the largest that a unit of the range makes.
+    `added`: of that one, if it is not in `made`. `made`: the most that the backward of a unit has
+    made and holds, less what later units have freed by then. `passing`: within a loss's backward.
+
+    `parted`: the received bytes that may come in parts; `parted_gradient`: those of them whose
+    gradient goes back (`planners.model.transfers`).
     """
 
     forward: tuple[Times, ...]
@@ -79,7 +79,7 @@ class Tables:
         return self._each(lambda whole: whole[index])
 
     def some(self, which: Ranges) -> Tables:
-        """The ranges of a block of these, in that shape."""
+        """The ranges of a rectangle of the table, in its shape."""
         return self._each(lambda whole: whole[which])
 
     def only(self, wanted: NDArray[np.bool_]) -> Tables:
@@ -87,7 +87,7 @@ class Tables:
         return self._each(lambda whole: whole[wanted])
 
     def _each(self, select: Callable[[NDArray[Any]], NDArray[Any]]) -> Tables:
-        """With something done to every array."""
+        """These tables with a function applied to every array."""
 
         def of(whole: tuple[Times, ...] | NDArray[Any]) -> object:
             if isinstance(whole, tuple):
@@ -177,8 +177,8 @@ def _of_states(
     blocks: tuple[tuple[int, int], ...],
     largest: tuple[int, ...],
 ) -> tuple[Bytes, ...]:
-    """What no profile changes: trainable, frozen, constants, copies, block, opening, closing, tied,
-    largest."""
+    """The fields that are equal in all profiles: trainable, frozen, constants, copies, block,
+    opening, closing, tied, largest."""
     block = np.zeros((units + 1, units + 1), dtype=np.int64)
     tied, tied_copies = (*parameters, *frozen), copies
     for first, stop in (*blocks, *((unit, unit + 1) for unit in range(units))):
@@ -199,7 +199,7 @@ def _edges(
     copies: tuple[Shared, ...],
     blocks: tuple[tuple[int, int], ...],
 ) -> tuple[Bytes, Bytes]:
-    """Of each range what is read of the parameters of its first unit's block, and its last's."""
+    """For each range the bytes read of the parameters of its first and of its last unit's block."""
     number = list(range(units))
     for first, stop in blocks:
         number[first:stop] = [first] * (stop - first)
@@ -241,9 +241,9 @@ def _largest(sizes: Sequence[int]) -> Bytes:
 
 
 def _made(sizes: Sequence[int], saved: Bytes) -> Bytes:
-    """`Tables.made` of every range, from what the units make and what ranges save.
+    """`Tables.made` of every range, from the bytes that units make and that ranges save.
 
-    By the backward of a unit those after it have let go of what they alone had saved.
+    When the backward of a unit runs, later units have freed what only they had saved.
     """
     units = len(sizes)
     beyond = np.array(sizes, dtype=np.int64)[:, None] - saved[1:]
@@ -271,19 +271,19 @@ def _held(units: int, items: tuple[Shared, ...]) -> Iterable[_Rectangle]:
 
 
 def gathered_bytes(block: ArrayLike, tied: ArrayLike, ranks: int) -> Bytes:
-    """Bytes that ZeRO-3 has gathered at most, as `runtime.parameters.zero3` has it.
+    """The most bytes that ZeRO-3 has gathered at once, as in `runtime.parameters.zero3`.
 
     Args:
-        block: U, bytes of the largest unit that is gathered in one go.
-        tied: T, bytes of those that stay.
-        ranks: n, over which they are sharded.
+        block: U, bytes of the largest gathered unit.
+        tied: T, bytes of parameters that stay gathered.
+        ranks: n, the number of ranks over which they are sharded.
     """
     unit = np.asarray(block)
     return np.asarray(tied + 2 * unit + -(-unit // ranks))
 
 
 def dropped(units: int, items: Iterable[Saved]) -> Bytes:
-    """Bytes that each range saves of these items alone, as `Tables.saved` counts them."""
+    """Bytes that each range saves of these items, as `Tables.saved` counts them."""
     return _fill(units, _saved(units, items))
 
 

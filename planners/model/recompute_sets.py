@@ -1,23 +1,23 @@
-"""What of a stage's blocks runs again in backward: the cheapest set that makes the stage fit.
+"""Find the cheapest set of blocks that run again in backward and make a stage fit.
 
-A block b at a level l, which some or all of its ops run again at, costs the seconds c_bl of those,
-and saves d_bl bytes in every micro-batch in flight; while they run again, the bytes of one block
-are there once. Of a set R of blocks with their levels, n micro-batches being in flight,
+A block b at a level l, at which some or all of its ops run again, costs the seconds c_bl of these
+ops and saves d_bl bytes in every micro-batch in flight; while it runs again, the bytes of one block
+are held once. A set R of blocks with their levels, with n micro-batches in flight, adds
 
     seconds  + sum of c_bl over R          bytes  - n * sum of d_bl over R  + max of d_bl, any b, l
 
-To fit, a set has to save some D a micro-batch: the cheapest is a knapsack. Blocks of a deep model
-are alike, so that many ranges of units have one composition (`planners.model.block_parts`). Of a
-composition all sets are made that no other one beats in both seconds and bytes (Pareto), one class
-after the other; a range looks up the first that saves enough. For L blocks of one class that run
-again whole or not there are L + 1 such sets. With more levels there are many: of more than
-`MOST_MIXES` ways to deal levels out to L equal blocks (`planners.model.level_mixes`) those are
-taken in which two levels stand that are neighbours on the lower convex hull of (d, c). Each of
-these is the cheapest for what it saves, so that what is found costs less than one block's step
-between two levels more than it must.
+To fit, a set has to save some D bytes a micro-batch: finding the cheapest is a knapsack. Blocks of
+a deep model are alike, so many ranges of units have one composition (`planners.model.block_parts`).
+For each composition all sets are made that no other set beats in both seconds and bytes (Pareto),
+one class after the other; a range looks up the first one that saves enough. For L blocks of one
+class that run again whole or not there are L + 1 such sets. With more levels there are many: if
+there are more than `MOST_MIXES` assignments of levels to L equal blocks
+(`planners.model.level_mixes`), only those with two neighbouring levels of the lower convex hull of
+(d, c) are made. Each of these is the cheapest for what it saves, so the result costs at most one
+block's step between two levels too much.
 
-In place of the largest block of the set the largest of the range is taken: so it is the same
-block whatever the set, and of equal blocks that is no difference.
+The bytes held once are those of the range's largest block, not of the set's: the same whatever the
+set, and no difference if blocks are equal.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ LAST = PLACES - 1
 class RecomputeSets:
     """The sets of every composition, for one profile and one kind of device.
 
-    A set's number is its place among those of its composition, and `PLACES` times the number of
-    that. Both what sets save a micro-batch and what they cost ascend; the first saves nothing,
-    unless the user has fixed what is recomputed.
+    A set's number is its position among the sets of its composition, plus `PLACES` times the number
+    of the composition. By ascending number sets save more and cost more; the first one saves
+    nothing, unless the user has fixed what runs again.
 
-    The sets of a composition are made when one of its ranges asks for one that is neither the first
-    nor the last: of most compositions none ever does.
+    The sets of a composition are made when one of its ranges first asks for a set that is neither
+    the first nor the last: for most compositions that never happens.
 
     Args:
         largest: bytes of the largest part of each composition.
-        ways: how many blocks offload; compositions of what is left then are numbered on by them.
-        most_saved, most_spent: what the last set of each composition saves and costs.
+        ways: the ways to offload; they number the compositions of the blocks that are left.
+        most_saved, most_spent: bytes saved and seconds of the last set of each composition.
         nothing_first: whether the first set of each composition saves nothing and costs nothing.
         make: makes the sets of a composition.
     """
@@ -102,11 +102,11 @@ class RecomputeSets:
         return np.asarray(compositions * PLACES)
 
     def saved(self, numbers: Numbers) -> Bytes:
-        """What sets save a micro-batch."""
+        """Bytes of a micro-batch that sets save."""
         return self._figures(numbers, self._saved, self._most_saved)
 
     def spent(self, numbers: Numbers) -> Times:
-        """What sets cost."""
+        """Seconds of a micro-batch that sets cost."""
         return self._figures(numbers, self._spent, self._most_spent)
 
     def counts(self, number: int) -> tuple[int, ...]:
@@ -116,9 +116,9 @@ class RecomputeSets:
         return tuple(map(int, self._of(composition).counts[-1 if place == LAST else place]))
 
     def cheapest(self, compositions: Numbers, needed: Bytes) -> Numbers:
-        """The number of the first set of each composition that saves at least so many bytes.
+        """The number of the first set of each composition that saves at least `needed` bytes.
 
-        Where none does it is the last, which saves most.
+        If none does, it is the last set, which saves most.
         """
         kinds, needs = np.asarray(compositions), np.asarray(needed)
         beyond = needs > self._most_saved[kinds]
@@ -141,7 +141,7 @@ class RecomputeSets:
         return self._of_each[composition]
 
     def _have(self, compositions: Numbers) -> None:
-        """Make the sets of those that have none yet."""
+        """Make the sets of compositions that have none yet."""
         new = np.unique(compositions[self._begins[compositions] == 0]).tolist()
         if not new:
             return
@@ -162,12 +162,13 @@ class RecomputeSets:
 def recompute_sets(
     problem: Problem, rows: int, kind: int, free: bool, offloading: bool = False
 ) -> RecomputeSets:
-    """The sets for the profile of so many rows on a kind of device.
+    """The sets for a profile on a kind of device.
 
     Args:
-        free: whether blocks may be chosen; if not, none is recomputed but those the user has fixed.
-        offloading: whether blocks may be chosen to offload what they keep; if not, none does but
-            those the user has fixed.
+        free: whether the planner may choose blocks to run again; if not, only those that the user
+            has fixed do.
+        offloading: whether the planner may choose blocks to offload; if not, only those that the
+            user has fixed do.
     """
     ways = offload_ways(problem, rows, kind, offloading)
     made, fixed = compositions(problem), problem.constraints.recompute
@@ -220,8 +221,8 @@ def recompute_sets(
 
 
 class KeptLess(NamedTuple):
-    """Blocks of a range that keep less: those of which something runs again, and those that
-    offload what they keep."""
+    """The blocks of a range that keep less: those that run again, whole or in part, and those that
+    offload."""
 
     again: tuple[Again, ...]
     offload: tuple[int, ...]
@@ -230,7 +231,7 @@ class KeptLess(NamedTuple):
 def chosen(problem: Problem, first: int, last: int, sets: RecomputeSets, number: int) -> KeptLess:
     """The blocks of a set in the units [first, last).
 
-    Of equal parts those that offload are spread, and of the others those that save most first.
+    Among equal parts, those that offload are spread out; of the others the first ones save most.
     """
     made = compositions(problem)
     there: dict[BlockPart, list[int]] = {p: [] for p in made.parts[made.number[first, last]]}

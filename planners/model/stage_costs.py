@@ -78,7 +78,7 @@ _Exchange = Callable[[float, Levels, int], float]
 
 
 class Exchanged(NamedTuple):
-    """Seconds of what ZeRO gathers and scatters in one micro-batch."""
+    """Seconds of ZeRO's gathers and scatters in one micro-batch."""
 
     gathers: Times
     scatters: Times
@@ -87,7 +87,7 @@ class Exchanged(NamedTuple):
 def exchanged(
     read: int | Bytes, summed: int | Bytes, problem: Problem, config: Config, group: DeviceGroup
 ) -> Exchanged:
-    """What each backward scatters and, under ZeRO-3, it and the forward gather.
+    """The seconds in which each backward scatters and, under ZeRO-3, it and the forward gather.
 
     Args:
         read: bytes of the parameters as they are read, frozen ones too.
@@ -106,7 +106,7 @@ def exchanged(
 
 
 def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: DeviceGroup) -> Times:
-    """Seconds in which a stage's gradients are summed over its devices when they are made."""
+    """Seconds in which a stage's gradients are summed over its devices."""
     if config.fully_sharded:
         return np.zeros_like(ranges.earlier)
     copying = problem.machine.copying
@@ -127,8 +127,8 @@ def _linear(exchange: _Exchange, sizes: int | Bytes | Times, levels: Levels, str
 
 
 class StageSeconds(NamedTuple):
-    """What a stage adds to the sum of all, its period, and how long after the last backward of
-    stage 0 its gradients are summed."""
+    """A stage's seconds in the sum over stages, its period, and the exposed seconds of its sum of
+    gradients."""
 
     whole: Times
     period: Times
@@ -143,23 +143,23 @@ class Waits(NamedTuple):
 
 
 def least_with(computing: float, moved: float, *, overlaps: bool) -> float:
-    """The least seconds of computing and of what `gathering` moves, wherever it is cut."""
+    """The least seconds of computing and of ZeRO's exchanges, whatever the cuts."""
     lost = efficiency.BESIDE if overlaps else 1.0
     return max(computing + lost * moved, moved)
 
 
 class StageWork(NamedTuple):
-    """What a place does for a micro-batch of ranges, whatever runs again there or is offloaded.
+    """The work of ranges for a micro-batch in a place, before anything runs again or offloads.
 
     `stage_work` makes it; an array that is the same for all ranges has shape ().
 
     Args:
-        problem, config, place: of which it is.
+        problem, config, place: where the work is done.
         forward, backward: seconds of computing, on the place's kind of device.
-        exchanged: what ZeRO gathers and scatters.
-        opening, closing: of what is gathered the first block of a forward, and of a backward.
-        within, between: seconds of gathering what comes in parts (`transfers.gather_seconds`), and
-            on the link (`transfers.transfer_seconds`).
+        exchanged: seconds of ZeRO's gathers and scatters.
+        opening, closing: those of gathering the first block of a forward, and of a backward.
+        within, between: seconds of gathering tensors that come in parts
+            (`transfers.gather_seconds`), and on the link (`transfers.transfer_seconds`).
         carrying: seconds of the longer of both ways over the link, where it may hide.
         exposed: seconds of the sum of gradients that no backward hides.
     """
@@ -178,7 +178,7 @@ class StageWork(NamedTuple):
     exposed: Times
 
     def only(self, wanted: NDArray[np.bool_]) -> StageWork:
-        """That of some ranges, in a row."""
+        """The work of some ranges, in a row."""
 
         def some(each: Times) -> Times:
             return np.asarray(each[wanted]) if each.ndim else each
@@ -190,9 +190,9 @@ class StageWork(NamedTuple):
         )
 
     def gathering(self, recompute: float | Times) -> Waits:
-        """What ZeRO-3 adds: a gather in forward; in backward another one, and gradients are
-        scattered, as by ZeRO-2. On GPUs a block is gathered while the one before it computes; the
-        first one has none before it.
+        """The seconds that ZeRO adds to forward and backward: under ZeRO-3 a gather in each, under
+        ZeRO-2 and 3 scattered gradients in backward. On GPUs a block is gathered while the one
+        before it computes; nothing hides the first gather.
 
         Args:
             recompute: seconds that blocks take a second time.
@@ -210,10 +210,9 @@ class StageWork(NamedTuple):
         )
 
     def copying(self, recompute: float | Times, offloaded: int | Bytes) -> Waits:
-        """What is left of copies to the host and back when all is computed beside which they are
-        made.
+        """Seconds of copies to the host and back that computing does not hide.
 
-        Where there is no link, as on a CPU, devices copy within their own memory, and wait for it.
+        Without a host link, as on a CPU, devices copy within their own memory and wait for it.
 
         Args:
             recompute: seconds that blocks take a second time.
@@ -251,7 +250,7 @@ class StageWork(NamedTuple):
 
 
 def stage_work(problem: Problem, config: Config, place: StagePlace, ranges: Tables) -> StageWork:
-    """What a place does for ranges.
+    """The work of ranges in a place.
 
     Args:
         ranges: as what they receive arrives (`transfers.arriving`).

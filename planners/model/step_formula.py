@@ -42,7 +42,7 @@ from autopipe.schedules.simulate import even_seconds
 
 
 def weights(problem: Problem, config: Config) -> tuple[float, float]:
-    """Of the sum and of the largest of a pipeline's stages in the seconds of a step."""
+    """The weights of a step's seconds on the sum and on the maximum over a pipeline's stages."""
     asked, m = problem.constraints, config.micro_batches
     chunks = chunks_of(asked, config.schedule, config.chunks)
     if config.pp == 1 and chunks == 1:
@@ -100,7 +100,7 @@ def filling_of(programs: Programs, micro_batches: int) -> float:
 
 
 def floor_seconds(problem: Problem, config: Config) -> float:
-    """What the period of eager-1f1b is at least, whatever the cuts; else 0.
+    """A lower bound on the period of eager-1f1b, whatever the cuts; 0 for other schedules.
 
     The links are those between the first groups, in rank order, whichever hold the stages.
     """

@@ -1,4 +1,4 @@
-"""How tensors come to a stage: whole from each tensor-parallel rank, or in parts that are gathered.
+"""Choose how tensors come to a stage: whole from each tensor-parallel rank, or in parts.
 
 A stage receives R bytes of a micro-batch, and sends gradients of R' of them back. Of those all n
 ranks of a group have D and D' whole, in tensors that divide. With b bytes a second between a rank
@@ -27,7 +27,7 @@ from autopipe.planners.model.range_tables import Bytes, Tables, Times
 
 
 def arriving(ranges: Tables, problem: Problem, config: Config, place: StagePlace) -> Tables:
-    """The ranges with what they receive in this place; `parted` is left of what comes in parts."""
+    """The ranges with the bytes received in this place; `parted` is 0 where tensors come whole."""
     asked, n = problem.constraints.transfers, problem.tp
     if not problem.machine.within:
         return ranges
@@ -53,8 +53,7 @@ def arriving(ranges: Tables, problem: Problem, config: Config, place: StagePlace
 def transfer_seconds(
     ranges: Tables, problem: Problem, config: Config, before: Level | None
 ) -> Times:
-    """Seconds in which a micro-batch comes to a stage and its gradients go back, on the link
-    between the stages."""
+    """Seconds of a micro-batch and its gradients on the link between two stages."""
     if before is None:
         return np.zeros_like(ranges.earlier)
     moved = ranges.received + ranges.received_gradient
@@ -63,10 +62,10 @@ def transfer_seconds(
 
 
 def gather_seconds(ranges: Tables, problem: Problem, kind: int) -> Times:
-    """Seconds in which a stage's group gathers what comes in parts, and the senders' the gradients.
+    """Seconds in which a stage's group gathers tensors, and the senders' group their gradients.
 
-    The senders' devices are taken for those of the stage's own kind. (Partial sums the stage's own
-    group reduce-scatters, which takes as long.)
+    The senders' devices are assumed to be of the stage's own kind. (Gradients that are partial sums
+    are reduce-scattered by the stage's own group, which takes as long.)
     """
     if not problem.machine.within:
         return np.zeros_like(ranges.earlier)

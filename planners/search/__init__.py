@@ -7,11 +7,11 @@ scored by `planners.model`.
 Other rooms use: `registry.PLANNERS`, `best.Answer`, `.Outdone`, `.beside`, `bound.bounds`,
 `dynamic.fastest`.
 
-    configs, device_orders           what there is to choose from
-    bound, room_bound                what rules a config out before its cuts are tried
+    configs, device_orders           the choices that the constraints leave
+    bound, room_bound                bounds that rule out a config before its cuts are tried
     dynamic, descent                 the exact planner
-    in_turns                         the same where ranks take turns at a stage
+    in_turns                         the exact planner for ranks that take turns at a stage
     exhaustive, uniform              its oracle, and the baseline
     best                             the best of all configs                start reading here
-    alternatives, reasons, relax     what an answer or a refusal says
+    alternatives, reasons, relax     the words of an answer or a refusal
 """

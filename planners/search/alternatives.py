@@ -17,7 +17,7 @@ from autopipe.planners.search import reasons
 
 
 def by_mesh(scored: Mapping[Config, Scored]) -> dict[PipelineDegrees, Scored]:
-    """The fastest that fits of each mesh; where none does, the one that is nearest to it."""
+    """For each mesh the fastest decision that fits; if none fits, the one nearest to fitting."""
 
     def order(found: Scored) -> tuple[float, float]:
         return found.estimate.overflow, found.estimate.step_seconds
@@ -36,8 +36,8 @@ def alternatives_of(
     scored: Mapping[Config, Scored],
     untried: Mapping[Config, float],
 ) -> tuple[Alternative, ...]:
-    """All meshes but the best one's. A config that was not tried may still fit, and be faster than
-    those of its mesh that were: then its bound is told."""
+    """One alternative for each mesh but the best one's. If a config of the mesh was not tried, and
+    could be faster than those that were, the alternative has its bound."""
     rest = [found for mesh, found in by_mesh(scored).items() if mesh != best.mesh]
     fitting = {found.mesh: found for found in rest if found.estimate.fits}
     quicker: dict[PipelineDegrees, Config] = {}
@@ -64,7 +64,7 @@ def alternatives_of(
 
 
 def alternative(tp: int, best: Scored, other: Scored) -> Alternative:
-    """A decision beside the best one."""
+    """The alternative for a decision, compared with the best one."""
     config, found = other.decision.config, other.estimate
     if not found.fits:
         return _of(tp, config, None, None, reasons.misfit(found))
@@ -73,7 +73,7 @@ def alternative(tp: int, best: Scored, other: Scored) -> Alternative:
 
 
 def bounded(tp: int, best: Scored, config: Config, least: float) -> Alternative:
-    """A mesh that was not tried, as even its bound is too slow."""
+    """The alternative for a mesh that was not tried, since even its bound is too slow."""
     return _of(tp, config, None, _slower(best, least), "by its bound")
 
 
@@ -94,6 +94,6 @@ def _of(
 
 
 def _slower(best: Scored, step_seconds: float) -> float:
-    """How much longer another step takes than the best, as a share; of nothing, none."""
+    """By which share another step is longer than the best; None for an unknown step."""
     least = best.estimate.step_seconds
     return step_seconds / least - 1 if least else 0.0

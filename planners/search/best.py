@@ -1,17 +1,17 @@
-"""From a planner's choice in every config to its answer: the best one, and what comes next.
+"""Turn a planner's choice in each config into its answer: the best decision, and the next best.
 
-A planner proper is a `Choice`: given a config it returns the fastest decision that fits, or, where
-none fits, one that is as near to fitting as it can find. Everything else is the same for all
-planners and stands here. Configs are tried in the order of their bounds (`planners.search.bound`),
-and once two meshes are known that take less than the next bound, no config that is left can be the
-best or the second best mesh: those are not tried. What the best one takes is then a proved bound
-for all plans that the configs allow. Plain data parallelism is tried in any case: it is what people
-know, and ask about. Nor is one tried in which nothing can fit (`planners.search.room_bound`),
-unless nothing fits anywhere and the nearest plan is asked for.
+A planner proper is a `Choice`: for a config it returns the fastest decision that fits or, if none
+fits, one as near to fitting as it can find. Everything else is the same for all planners and is in
+this file. Configs are tried in the order of their bounds (`planners.search.bound`). Once two meshes
+are faster than the next bound, no remaining config can be the best or the second best mesh, so none
+is tried. The best step is then a proved bound for all plans that the configs allow. Configs in
+which nothing can fit (`planners.search.room_bound`) are not tried either, unless nothing fits
+anywhere and the nearest plan is wanted. Plain data parallelism is always tried: people know it, and
+ask about it.
 
-A model has a problem for each tensor-parallel degree. What is known of one counts for the next:
-the steps found are its *incumbents*. Where nothing fits that can be among the best two of all,
-`Outdone` is raised instead of an answer with its reasons.
+A model has a problem for each tensor-parallel degree. The steps found for one degree are
+*incumbents* for the next. If nothing fits that can be among the best two of all, `Outdone` is
+raised instead of an answer with its reasons.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class Answer:
     """What a planner returns.
 
     Args:
-        decision: the best decision it knows. Ties go to fewer stages, then more replicas, fewer
+        decision: the best decision found. Ties go to fewer stages, then more replicas, fewer
             micro-batches, less ZeRO, then `1f1b`.
-        estimate: what that costs.
-        bound_seconds: by the estimate no plan without turns, under the same constraints, takes
-            less for a step.
+        estimate: its estimate.
+        bound_seconds: by the estimate no plan without turns, under the same constraints, has a
+            shorter step.
         binding: a sentence on what keeps the step from being faster.
-        alternatives: the best decision of each other mesh: those that fit, fastest first, then
-            those of which a bound was enough, then those that do not fit, the nearest first.
-        plain: the best of a single stage on most devices, data parallelism alone, where that is
-            another mesh.
+        alternatives: the best decision of each other mesh: those that fit, fastest first; then
+            those known by their bound only; then those that do not fit, the nearest first.
+        plain: the best decision of data parallelism alone, on most devices, if that is another
+            mesh.
     """
 
     decision: Decision
@@ -68,11 +68,11 @@ class Answer:
 
 
 class Outdone(InfeasibleError):
-    """No plan of a problem fits that may be among the best two that are known.
+    """Raised where no plan of a problem fits and can be among the best two that are known.
 
     Attributes:
-        config, bound_seconds: that of the least bound among those not tried, and the bound; None:
-            all were tried.
+        config, bound_seconds: the untried config with the lowest bound, and that bound; None: all
+            were tried.
         plain: as in `Answer`.
     """
 
@@ -95,16 +95,16 @@ def best_answer(
 
     Args:
         choice: see the module.
-        incumbents: seconds of the steps found for other problems' meshes. What takes longer than
-            two of them may be left out; reasons are told only if none of them is faster.
-        mesh: the one to look at; None: all.
-        fitting: the same where what does not fit is of no interest, if that is quicker.
+        incumbents: seconds of the steps found for other problems' meshes. Decisions slower than two
+            of them may be left out; reasons are given only if none of them is faster.
+        mesh: the one mesh to try; None: all.
+        fitting: a quicker choice that returns only decisions that fit, if there is one.
         heuristic: the planner's name if `choice` is not optimal in every config; an optimal one
             makes the answer its own bound.
         thorough: whether to try configs that are known to have too little room.
 
     Raises:
-        Outdone: there are incumbents, and nothing fits that may be as fast.
+        Outdone: there are incumbents, and nothing that fits can be as fast.
         InfeasibleError: the constraints contradict each other, or no decision fits.
     """
     least = bounds(problem)
@@ -170,7 +170,7 @@ def fastest(problem: Problem, fitting: Fitting) -> Scored | None:
 
 
 def _best(every: Iterable[Config], scored: Mapping[Config, Scored]) -> Scored | None:
-    """The fastest that fits; of equals the first, as configs come in the order that decides."""
+    """The fastest decision that fits; of equal ones the first, since configs are in tie order."""
     fitting = [scored[f] for f in every if f in scored and scored[f].estimate.fits]
     least = min((found.estimate.step_seconds for found in fitting), default=0.0)
     return next((s for s in fitting if s.estimate.step_seconds <= least * (1 + TOLERANCE)), None)
@@ -204,7 +204,7 @@ def _tried(
     incumbents: Sequence[float] = (),
     thorough: bool = False,
 ) -> _Looked:
-    """Configs by their bounds, until none of the so many best meshes can be another."""
+    """The configs by ascending bound, until no further one can change the best meshes."""
     scored: dict[Config, Scored] = {}
     too_full: dict[Config, int] = {}
     too_slow: dict[Config, float] = {}
@@ -235,7 +235,7 @@ def _tried(
 
 
 def _slowest(known: Iterable[float], meshes: int) -> float:
-    """Seconds of the slowest of the best so many meshes; infinite where fewer are known."""
+    """Seconds of the slowest of the best `meshes` meshes; infinite if fewer are known."""
     return next(iter(sorted(known)[meshes - 1 : meshes]), math.inf)
 
 
@@ -245,10 +245,10 @@ def out_of_the_best_two(seconds: float, incumbents: Sequence[float]) -> bool:
 
 
 def _near_to_fitting(problem: Problem, choice: Choice, looked: _Looked) -> Mapping[Config, Scored]:
-    """Where nothing fits: the configs that come nearest to it, and others that were searched.
+    """If nothing fits: the configs nearest to fitting, and others that were searched.
 
-    Of DeepSeek-V3 on 128 H100, with 4 tensor-parallel ranks, none of 7186 configs has room. Those
-    that would have none on devices larger by what the nearest one lacks are not searched.
+    For DeepSeek-V3 on 128 H100, with 4 tensor-parallel ranks, none of 7186 configs has room. A
+    config is not searched if it would not fit even on devices larger by what the nearest lacks.
     """
     near = dict(looked.scored)
     lacking = min((found.estimate.overflow for found in near.values()), default=None)
@@ -261,7 +261,7 @@ def _near_to_fitting(problem: Problem, choice: Choice, looked: _Looked) -> Mappi
 
 
 def _nearest_of_rest(looked: _Looked, untried: Iterable[Config]) -> Iterable[Config]:
-    """Of each mesh of which nothing else will be told the config that has most nearly room."""
+    """For each mesh without another result, the config that is nearest to having room."""
     told = {config[:2] for config in (*looked.scored, *untried)}
     nearest: dict[PipelineDegrees, Config] = {}
     for config in sorted(looked.too_full, key=lambda config: looked.too_full[config]):

@@ -27,7 +27,7 @@ Weights = Callable[[Problem, Config], tuple[float, float]]
 
 @lru_cache(maxsize=16)
 def bounds(problem: Problem) -> Mapping[Config, float]:
-    """All configs, those that win ties first, and of each the seconds that its step takes at least.
+    """All configs in tie order, each with a lower bound on the seconds of its step.
 
     Raises:
         InfeasibleError: the constraints contradict each other.
@@ -39,7 +39,7 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
     """Seconds of a step with perfect balance, free transfers and a free all-reduce.
 
     Args:
-        weights: of the sum and of the largest of the stages in the step.
+        weights: the step's weights on the sum and on the maximum over stages.
     """
     of_sum, of_largest = weights(problem, config)
     stages = config.pp if config.turns else stages_of(problem, config)
@@ -47,7 +47,7 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
 
 
 def longest_period(problem: Problem, config: Config, step: float) -> float:
-    """Seconds of a micro-batch in the slowest stage, at most, where a step takes so long at most.
+    """An upper bound on the slowest stage's seconds of a micro-batch, from one on the step.
 
     A step that is longer by no more than `descent.TOLERANCE` counts as equal.
     """
@@ -79,7 +79,7 @@ def _through(problem: Problem, config: Config) -> float:
 
 @lru_cache(maxsize=256)
 def _quickest(problem: Problem, rows: int) -> tuple[float, ...]:
-    """Seconds of a micro-batch in each unit, forward and backward, on the device it likes best."""
+    """Seconds of a micro-batch in each unit, forward and backward, on its fastest device."""
     profile = problem.profile(rows)
     forward, backward = (zip(*way, strict=True) for way in (profile.forward, profile.backward))
     return tuple(min(f) + min(b) for f, b in zip(forward, backward, strict=True))

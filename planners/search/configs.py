@@ -3,10 +3,10 @@
     config = (pp, dp, micro_batches, zero, schedule, depth, chunks, turns)
     left to a planner: the cuts, what is recomputed, whose devices
 
-On up to SMALL devices every mesh is looked at, so that one may win that leaves some idle; on more,
-those alone that leave the fewest. Micro-batches are equal and of a size that has a profile.
-Constraints that leave nothing are refused here, at the door, in terms of what was asked; that
-nothing *fits* is found later.
+On up to SMALL devices every mesh is tried, even if it leaves devices idle; on more devices only
+meshes that leave the fewest idle. Micro-batches are equal and have a size with a profile.
+Constraints that leave no config are refused here, in the words of the constraints; whether a plan
+*fits* is found later.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEPTHS = (1, 2, 4, 8, 16)
 
 
 def configs(problem: Problem) -> tuple[Config, ...]:
-    """All configs to consider, those that win ties first.
+    """All configs to consider, in tie order.
 
     Fewest stages, then most replicas, fewest micro-batches, the least ZeRO, the first schedule.
 
@@ -105,7 +105,7 @@ def _variants(problem: Problem, pp: int, dp: int, m: int) -> Iterator[Config]:
 
 
 def _chunks(problem: Problem, name: str, pp: int) -> Iterator[int]:
-    """The numbers of stages on each rank to look at; each stage needs a unit."""
+    """The numbers of stages on each rank to try; each stage needs a unit."""
     seen: set[int] = set()
     blocks = len(problem.blocks)
     even = (
@@ -123,7 +123,7 @@ def _chunks(problem: Problem, name: str, pp: int) -> Iterator[int]:
 
 
 def _depths(problem: Problem, name: str, pp: int, dp: int, m: int) -> Iterator[int]:
-    """Those of a schedule: of eager-1f1b as many as still hide something."""
+    """The depths to try for a schedule; for eager-1f1b as long as more of them hide something."""
     asked = problem.constraints
     if asked.schedule == WRITTEN or not named(name).depths:
         yield 0
@@ -172,7 +172,7 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
 
 
 class TooFewUnits(InfeasibleError):
-    """A mesh has more stages than a model has units to cut between."""
+    """Raised where a mesh has more stages than a model has units to cut between."""
 
 
 def _too_few_units(problem: Problem, pp: int, dp: int, chunks: int) -> TooFewUnits:

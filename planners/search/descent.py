@@ -108,16 +108,16 @@ class StagePath(NamedTuple):
 
     @property
     def ranges(self) -> Iterator[tuple[Arc, tuple[int, int]]]:
-        """Its arcs and what each takes."""
+        """Its arcs, each with its range of units."""
         bounds = (0, *self.cuts, len(self.arcs[0].periods) - 1)
         return zip(self.arcs, pairwise(bounds), strict=True)
 
     def sum(self, of: Of) -> float:
-        """Of its stages, the sum of something."""
+        """The sum over its stages of a field of their arcs."""
         return float(sum(of(arc)[taken] for arc, taken in self.ranges))
 
     def most(self, of: Of) -> float:
-        """Of its stages, the largest of something."""
+        """The maximum over its stages of a field of their arcs."""
         return float(max(of(arc)[taken] for arc, taken in self.ranges))
 
 
@@ -138,7 +138,7 @@ def _exposed(arc: Arc) -> Array:
 
 
 def _masked(of: Of, by: Of, limit: float) -> Of:
-    """The same, and infinite where something else is above a limit."""
+    """An array, with infinity where another array is above a limit."""
     known: dict[tuple[int, int], Array] = {}  # by the arrays, which arcs of one place share
 
     def masked(arc: Arc) -> Array:

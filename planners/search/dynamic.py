@@ -55,13 +55,13 @@ CostsAt = Callable[[StagePlace], keeping_less.StageCosts]
 
 @dataclass(frozen=True)
 class Objective:
-    """What a search takes for the seconds and bytes of a stage, and for the step that they make.
+    """The objective of a search: how stages are priced, and how a step follows from them.
 
-    The planner's own is `STEP`. A comparison with other planners searches by what they minimise.
+    The planner's own is `STEP`. A comparison with other planners uses their objectives.
 
     Args:
-        pricing: of ranges of units and their compositions, what they cost in a place.
-        weights: of T and of M in what is minimised, the sum and the largest of the stages.
+        pricing: prices ranges of units, with their compositions, in a place.
+        weights: the weights of T and M, the sum and the maximum over stages.
         floor: seconds that M counts as at least.
     """
 
@@ -91,12 +91,12 @@ def dynamic(
 
 
 def fastest(problem: Problem) -> Scored | None:
-    """What `dynamic` decides, without its reasons and quicker; None: nothing fits."""
+    """The decision of `dynamic`, without reasons, which is quicker; None: nothing fits."""
     return answer.fastest(problem, optimum)
 
 
 def optimum(problem: Problem, config: Config, objective: Objective = STEP) -> Decision | None:
-    """The decision of a config that fits and is the least by an objective; None: nothing fits."""
+    """The decision of a config that fits and minimises an objective; None: nothing fits."""
     path = _fastest(problem, config, _arcs(problem, config, objective), objective)
     return None if path is None else _decision(problem, config, path)
 
@@ -140,8 +140,8 @@ Priced = tuple[Array, Array, Array, Array, Numbers, RecomputeSets]
 
 
 def costing(problem: Problem, config: Config, objective: Objective) -> Callable[..., Priced]:
-    """What all ranges of units cost in a place, or those alone that the first stage may hold, or
-    the last; each place priced once."""
+    """The costs of ranges of units in a place: of all ranges, or for the first and the last stage
+    only of those that it may hold. Each place is priced once."""
     profile = profile_of(problem, config.dp, config.micro_batches)
     assert profile is not None, "a config has a profile"
     ranges, numbers = tables(problem, profile), compositions(problem).number
@@ -178,7 +178,7 @@ def costing(problem: Problem, config: Config, objective: Objective) -> Callable[
 
 
 def _arcs(problem: Problem, config: Config, objective: Objective) -> Layers:
-    """All that the stages of a config may be."""
+    """All arcs of a config's stages."""
     priced = costing(problem, config, objective)
     held, steps = in_flights(problem, config), _steps(problem, config)
     turns = config.turns or (1,) * len(held)
@@ -202,7 +202,7 @@ _Step = tuple[GroupsUsed, GroupsUsed, int, int | None]
 
 
 def _steps(problem: Problem, config: Config) -> list[list[_Step]]:
-    """Of each stage all steps that any order of groups takes there."""
+    """For each stage, all steps that any order of groups takes there."""
     known = classes(problem, config)
     if len(known) == 1:
         ranks = ranks_of(problem, config)

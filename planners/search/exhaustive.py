@@ -1,10 +1,10 @@
 """Scores every config, order of devices, set of cuts and of blocks that keep less.
 
-The oracle for the other planners: slow, surely right. A model of n units has binom(n - 1, pp - 1)
-sets of cuts, each stage 2^k sets of its k blocks, more where they may run again by op or offload
-what they keep. A stage's sets are its own affair, so that the best is taken for each range and
-place; cuts are scored many at a time, as rows of stages. Of several stages on a rank each gets an
-equal share of the device, as in `dynamic`.
+The oracle for the other planners: slow, but simple enough to be surely right. A model of n units
+has binom(n - 1, pp - 1) sets of cuts; each stage has 2^k sets of its k blocks, and more if blocks
+may run again by op or offload. A stage's set does not depend on other stages, so the best set is
+found for each range and place. Cuts are scored many at a time, as rows of stages. Several stages on
+a rank get equal shares of the device, as in `dynamic`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def exhaustive(
 
 
 def every_turns(problem: Problem, config: Config) -> Decision | None:
-    """As `in_turns.optimum`, by scoring every division of the ranks among stages."""
+    """`in_turns.optimum` by scoring every division of the ranks among stages."""
     best: Scored | None = None
     for turns in _divisions(config.pp, config.micro_batches):
         uneven = any(config.micro_batches % of for of in turns)
@@ -94,7 +94,7 @@ def every_turns(problem: Problem, config: Config) -> Decision | None:
 
 
 def _divisions(ranks: int, most: int) -> Iterator[tuple[int, ...]]:
-    """All ways to divide ranks that stand in a row, at most so many together."""
+    """All ways to divide consecutive ranks among stages, with a largest number for each stage."""
     if not ranks:
         yield ()
     for first in range(1, min(ranks, most) + 1):
@@ -107,7 +107,9 @@ _Rank = tuple[float, float]
 
 
 def _choose(problem: Problem, config: Config) -> Decision:
-    """The fastest that fits, else the one with the least beyond; the earliest among equals."""
+    """The fastest decision that fits, else the one with the least bytes beyond its limit; the
+    earliest among equals.
+    """
     costing = cache(lambda place: _StageRanges(problem, config, place))
     best: tuple[_Rank, Decision] | None = None
     for order in orders(problem, config):
@@ -148,7 +150,7 @@ def _least(
 
 
 class _StageRanges:
-    """What every range costs in a place, with the best of all sets of blocks: an entry a range."""
+    """The costs of every range in a place with its best set of blocks: an entry for each range."""
 
     whole: Times
     period: Times
@@ -216,10 +218,10 @@ def _sets(problem: Problem, config: Config, place: StagePlace) -> list[Blocks]:
 
 
 def _levels(problem: Problem, *, away: bool) -> list[tuple[int, ...]]:
-    """Of each block the levels that it may run again at.
+    """For each block the levels at which it may run again.
 
     Args:
-        away: whether it may be `AWAY` too.
+        away: whether `AWAY`, to offload, is among them.
     """
     between = problem.profiles[0].levels or ((),) * len(problem.recomputable)
     return [(WHOLE, *range(len(own)), *[AWAY] * away) for own in between]
@@ -234,10 +236,10 @@ def _subsets(levels: Sequence[tuple[int, ...]]) -> Iterator[Blocks]:
 
 
 def _parts(problem: Problem, rows: int, kind: int, again: Again) -> tuple[Bytes, Times]:
-    """What the part of a block in each range saves, and costs.
+    """The bytes that the part of a block in each range saves, and the seconds that it costs.
 
-    A block that a range has only in part is at no level but `WHOLE`, unless that is asked for;
-    nor does it offload.
+    A block that a range has only in part has no level but `WHOLE`, unless one is asked for; nor
+    does it offload.
     """
     block, level = again
     asked = problem.constraints.recompute is not None

@@ -57,7 +57,7 @@ from those after it and the number of its ranks."""
 
 
 def by_the_schedule(after: int, of: int) -> tuple[int, int]:
-    """As 1f1b has it."""
+    """The micro-batches in flight under 1f1b."""
     held = held_before(after, of)
     return held, of * held
 
@@ -70,12 +70,12 @@ def improved(
 ) -> Answer:
     """The answer, or a visibly faster one whose ranks take turns.
 
-    Nothing is looked at where the user has asked for stages, for a schedule or for turns, or where
+    The answer is returned unchanged if the user has asked for stages, a schedule or turns, or if
     devices differ.
 
     Args:
         choose: `optimum`, or its oracle.
-        mesh: the one to look at; None: all.
+        mesh: the one mesh to try; None: all.
     """
     for config in _configs(problem, answer.estimate.step_seconds, mesh):
         least = answer.estimate.step_seconds * (1 - VISIBLE)
@@ -124,11 +124,11 @@ def _configs(problem: Problem, step: float, mesh: PipelineDegrees | None) -> lis
 def optimum(
     problem: Problem, config: Config, objective: Objective = STEP, law: InFlight = by_the_schedule
 ) -> Decision | None:
-    """The decision that is the least by an objective, with its turns; None: nothing fits.
+    """The decision, with turns, that minimises an objective; None: nothing fits.
 
     Args:
-        config: of so many ranks, without turns.
-        law: how many micro-batches are in flight.
+        config: a config without turns, whose pp are the ranks to divide.
+        law: gives the micro-batches in flight.
     """
     layers = _layers(problem, config, objective, law)
     path = fastest(layers, objective.weights(problem, config), objective.floor(problem, config))
@@ -146,7 +146,7 @@ def optimum(
 
 
 class _Begun(NamedTuple):
-    """A stage on the ranks [first, first + of), and what is in flight from it on, and after it."""
+    """A stage on the ranks [first, first + of), with micro-batches in flight on and after it."""
 
     first: int
     of: int
@@ -156,7 +156,7 @@ class _Begun(NamedTuple):
 
 
 def _stages(config: Config, law: InFlight) -> list[list[_Begun]]:
-    """Of each rank the stages that may begin there, whatever comes after them."""
+    """For each rank the stages that may begin there, whatever comes after them."""
     ranks, m = config.pp, config.micro_batches
     # One stage for all ranks is data parallelism, which is known by that name.
     dividing = [of for of in range(1, ranks) if m % of == 0]
@@ -173,7 +173,7 @@ def _stages(config: Config, law: InFlight) -> list[list[_Begun]]:
 
 
 def _layers(problem: Problem, config: Config, objective: Objective, law: InFlight) -> Layers:
-    """Of each rank what may begin there: a stage on some of the ranks from it on, or none."""
+    """For each rank the arcs that may begin there: a stage on some of the next ranks, or none."""
     assert profile_of(problem, config.dp, config.micro_batches) is not None, "a config has one"
     priced, every = costing(problem, config, objective), _stages(config, law)
     units = problem.units + 1

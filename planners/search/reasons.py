@@ -1,4 +1,4 @@
-"""Why a decision is the best one, why another is not, and the sentence when nothing fits."""
+"""Explain in sentences why a decision is best, why another is not, and why nothing fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopipe.util.numbers import VISIBLE, Amount, count, percent
 
 
 def cause(best: Estimate, other: Estimate) -> str:
-    """What makes another decision slower, `by the bubble`: that whose seconds grow most."""
+    """The cause of another decision's longer step, `by the bubble`: whose seconds grow most."""
     causes = set(best.spent) | set(other.spent)
     grown = {cause: other.spent.get(cause, 0) - best.spent.get(cause, 0) for cause in causes}
     return f"by {max(sorted(grown), key=lambda cause: grown[cause])}"
@@ -35,7 +35,7 @@ def misfit(found: Estimate) -> str:
 
 
 def fullest(found: Estimate) -> tuple[str, Memory]:
-    """`stage 0 needs`, and all that the stages of the fullest device hold."""
+    """`stage 0 needs`, followed by the bytes of the fullest device's stages by part."""
     parts = [vars(found.stages[stage].memory) for stage in found.worst]
     held = Memory(**{name: sum(part[name] for part in parts) for name in parts[0]})
     *most, last = map(str, found.worst)
@@ -44,7 +44,7 @@ def fullest(found: Estimate) -> tuple[str, Memory]:
 
 
 def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
-    """What keeps the step from being faster: idle devices, memory, or the balance of stages.
+    """A sentence on what keeps the step from being faster: idle devices, memory, or balance.
 
     Args:
         roomy: the best decision if devices held everything, if that is faster.
@@ -93,11 +93,11 @@ def nothing_fits(
     changes: Relaxations,
     heuristic: str | None,
 ) -> NothingFits:
-    """The refusal, with the decision that comes nearest and what it lacks, by part.
+    """The error if nothing fits, with the nearest decision and the bytes it lacks, by part.
 
     Args:
-        changes: find those after which a plan fits.
-        heuristic: the planner's name if it may have missed one.
+        changes: finds the changes after which a plan fits.
+        heuristic: the planner's name if it may have missed a plan that fits.
     """
     nearest = min(scored, key=lambda s: s.estimate.overflow)
     found = nearest.estimate
@@ -147,14 +147,14 @@ EXACT = "the planner `dynamic`, which places cuts by memory"
 
 
 class NothingFits(InfeasibleError):
-    """No plan of a problem fits.
+    """Raised where no plan of a problem fits.
 
-    What helps is found when somebody asks: it takes many searches, and at another degree a plan
-    may fit.
+    Changes that would help are searched only when they are asked for: that takes many searches, and
+    a plan may fit at another degree.
 
     Attributes:
-        more_devices: of how many devices a plan fits, if they are fewer than so many.
-        larger: the devices, or the limit, that the nearest plan wants.
+        more_devices: gives the number of devices with which a plan fits, if below a given number.
+        larger: the devices, or the limit, that the nearest plan needs.
         tp: the problem's tensor-parallel degree.
     """
 
@@ -186,8 +186,8 @@ class NothingFits(InfeasibleError):
         assert hint is None, "it is found"
 
     def beside(self, others: Sequence[NothingFits], further: Sequence[Help]) -> NothingFits:
-        """The same where other degrees' problems have been looked at as well: they may do with
-        fewer devices. `further` are helps of another kind."""
+        """This error with what is known of other degrees' problems: they may need fewer devices.
+        `further` are helps of another kind."""
         helps = [help for help in self.helps if not help.devices]
         fewest = next((help for help in self.helps if help.devices), None)
         for error in sorted(others, key=lambda error: error.tp):

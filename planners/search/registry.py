@@ -24,9 +24,9 @@ class Planner(Protocol):
     """A function from a problem to an answer.
 
     Args of a call:
-        incumbents: step seconds found for other problems (`best.best_answer`): what cannot be among
-            the best two is left out.
-        mesh: the one mesh to look at.
+        incumbents: step seconds found for other problems (`best.best_answer`): decisions that
+            cannot be among the best two are left out.
+        mesh: the one mesh to try; None: all.
     """
 
     def __call__(
@@ -39,7 +39,7 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class _WithTurns:
-    """A planner, and what is faster where ranks take turns at a stage."""
+    """A planner whose answer is replaced if ranks that take turns are faster."""
 
     planner: Planner
     choose: Callable[[Problem, Config], Decision | None]

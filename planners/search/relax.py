@@ -1,12 +1,12 @@
-"""Where nothing fits: the smallest changes that would, each of them tried.
+"""Find the smallest changes after which a plan fits, if none does; each is tried.
 
 asked for            tried in its place
 recompute=...        any blocks                 micro_batches=1    any number, any size
 zero=0               zero 1, zero 3             schedule=gpipe     any
 pp=2                 any number of stages       these devices      1, 2, 4 ... more of the last,
-                                                                   until they are enough, and
-                                                                   then as few as are
-what was asked for, all of it, if nothing above helps
+                                                                   until a plan fits, then the
+                                                                   fewest with which one fits
+all constraints      none, if nothing above helps
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MOST_MORE = 3
 
 
 class Help(NamedTuple):
-    """A change after which a plan fits, and how much longer than on devices that hold everything
-    its step takes: `zero 1`, 0.06.
+    """A change after which a plan fits, and by which share its step is longer than on devices that
+    hold everything: `zero 1`, 0.06.
 
-    `devices` is their number if that is what changes, else 0.
+    `devices` is the number of devices if that is what changes, else 0.
     """
 
     what: str
@@ -47,11 +47,11 @@ class Help(NamedTuple):
 
 @dataclass(frozen=True)
 class Relaxations:
-    """The changes of a problem of which no plan fits.
+    """Searches changes of a problem that has no plan that fits.
 
     Args:
-        problem: as it is asked for.
-        fastest: of a changed one, the fastest decision that fits.
+        problem: the problem with all constraints.
+        fastest: gives a changed problem's fastest decision that fits.
     """
 
     problem: Problem
@@ -133,7 +133,7 @@ class Relaxations:
 
 
 def _changes(problem: Problem) -> Iterator[tuple[str, list[Problem]]]:
-    """Each a single thing that is no longer as asked for; of several ways the first will do."""
+    """The changes, each of a single constraint, as ways to be tried until one fits."""
     asked = problem.constraints
     every = tuple(map(Again, range(len(problem.recomputable))))
     if asked.recompute not in (None, every):
@@ -152,7 +152,7 @@ def _more_zeros(problem: Problem) -> list[int]:
 
 
 def _free(problem: Problem) -> Iterator[Problem]:
-    """The problem without anything that was asked for; first with the schedule that was."""
+    """The problem without constraints: first with the schedule asked for, then without."""
     asked = problem.constraints
     zeros = (*problem.zeros, *_more_zeros(problem))
     free = replace(asked, recompute=None)
@@ -164,7 +164,7 @@ def _free(problem: Problem) -> Iterator[Problem]:
 
 
 def _differs(name: str, decision: Decision, problem: Problem) -> bool:
-    """Whether a decision is in this respect not as asked for."""
+    """Whether a decision breaks the constraint of this name."""
     asked, config = problem.constraints, decision.config
     if name == "recompute":
         recomputed = {again for blocks in decision.recompute for again in blocks}
@@ -175,14 +175,14 @@ def _differs(name: str, decision: Decision, problem: Problem) -> bool:
 
 
 def _degree(name: str, decision: Decision, problem: Problem) -> Any:
-    """What a decision has made of a constraint of this name."""
+    """A decision's value for the constraint of this name."""
     if name == "micro_batch_size":
         return decision.config.microbatch_rows(problem.batch)
     return getattr(decision.config, name)
 
 
 def _said(name: str, decision: Decision, problem: Problem) -> str:
-    """The change in words, with what the planner made of it."""
+    """The change in words, with the planner's values."""
     config = decision.config
     match name:
         case "recompute":
@@ -204,7 +204,7 @@ def _together(words: Sequence[str]) -> str:
 
 
 def limitless(problem: Problem) -> Problem:
-    """The same on devices that hold everything; blocks are recomputed only as asked for."""
+    """The problem on devices that hold everything; blocks run again only as asked for."""
     machine = problem.machine
     roomy = replace(problem, machine=replace(machine, memory=(UNLIMITED,) * machine.devices))
     if problem.constraints.recompute is not None or problem.constraints.offload:
@@ -220,7 +220,7 @@ UNLIMITED = 2**62
 
 
 def _with_more(machine: Machine, more: int) -> Machine:
-    """As many more of the last device, on its node."""
+    """The problem with more devices like the last one, on its node."""
     places = machine.topology
     return replace(
         machine,

@@ -1,4 +1,4 @@
-"""Rules out configs in which no cuts fit, or none that is fast, by lower bounds and without cuts.
+"""Rule out configs in which no cuts fit, or no fast ones, by lower bounds and without trying cuts.
 
 A stage holds at least a sum over its units (`planners.model.memory.bound`). Give each stage in turn
 the longest range of units that the bound leaves room for: no other cuts reach further. Where even
@@ -30,11 +30,11 @@ from autopipe.planners.search.bound import longest_period, seconds_before
 
 
 class RuledOut(NamedTuple):
-    """Why a config is of no interest.
+    """Why a config is ruled out.
 
     Args:
-        units: those that find no room, at least.
-        ever: whether they find none in any plan, or in none that is fast enough.
+        units: a lower bound on the number of units without room.
+        ever: whether no plan has room for them; else no plan that is fast enough.
     """
 
     units: int
@@ -42,9 +42,9 @@ class RuledOut(NamedTuple):
 
 
 def left_over(problem: Problem, config: Config) -> int:
-    """The units that find no room in a config, at least: where there are any, nothing fits.
+    """A lower bound on the number of units without room in a config; above 0, nothing fits.
 
-    Not the other way round: cuts have to leave each stage a unit, transfers their buffers.
+    The reverse does not hold: each stage needs a unit, and transfers need buffers.
     """
     found = ruled_out(problem, config)
     return found.units if found else 0
@@ -53,11 +53,11 @@ def left_over(problem: Problem, config: Config) -> int:
 def ruled_out(
     problem: Problem, config: Config, seconds: float = math.inf, more: int = 0
 ) -> RuledOut | None:
-    """Whether nothing fits in a config, or nothing whose step is short enough; None: it may.
+    """The reason if nothing fits in a config, or nothing with a short enough step; None: it may.
 
     Args:
-        seconds: of the longest step that is of interest.
-        more: bytes by which each device is taken for larger than it is.
+        seconds: the longest step of interest.
+        more: bytes by which each device is assumed to be larger than it is.
     """
     if config.turns:
         return None  # the bound is of shares over dp ranks alone
@@ -92,11 +92,11 @@ def _left_over(
     taken: NDArray[np.float64] | None = None,
     longest: float = math.inf,
 ) -> int:
-    """The units that find no room if each stage in turn takes all that it has room and time for.
+    """The units without room if each stage in turn takes all units for which it has room and time.
 
     Args:
-        sums: of each stage, the bytes of the units before each unit.
-        taken: seconds of the units before each unit, of which a stage may have so many.
+        sums: for each stage, the bytes of the units before each unit.
+        taken: the seconds of the units before each unit, and a stage's limit on them.
     """
     reached, last = 0, len(sums[0]) - 1
     for upto in sums:

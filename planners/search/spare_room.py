@@ -20,9 +20,8 @@ from autopipe.planners.model.problem import Decision, Problem
 def filled(problem: Problem, decision: Decision) -> Decision:
     """The decision with fewer stages that recompute or offload, as they fit.
 
-    Later stages come first: they have fewer micro-batches in flight, so they hold less.
-
-    What recomputes by a constraint does so here.
+    Later stages come first: they have fewer micro-batches in flight, so they hold less. Blocks that
+    a constraint makes run again still do.
     """
     config = decision.config
     asked = problem.constraints

@@ -9,8 +9,8 @@ stands before and after them counts as a block each, if that divides: so do Mega
 `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`, DeepSpeed's
 `type:transformer|embedding`, and Llama 3, whose first and last stage have one layer less
 (Grattafiori et al., 2024, section 3.3.2). Else the first stages get one block more.
-Units between two blocks stay with the earlier one. A model with fewer blocks than stages is cut by
-its number of units instead. No cost is looked at for the cuts; mesh, micro-batches and schedule are
+Units between two blocks stay with the earlier one. A model with fewer blocks than stages is cut
+into equal numbers of units. Costs play no part in the cuts; mesh, micro-batches and schedule are
 the fastest that fit by the estimate.
 """
 
@@ -41,14 +41,14 @@ def _choose(problem: Problem, config: Config) -> Decision:
 
 
 def even_cuts(problem: Problem, stages: int) -> tuple[int, ...]:
-    """The cuts between so many equal shares, in units; there are at least as many units."""
+    """The cuts, in units, between equal shares; there are at least as many units as shares."""
     starts = _dealt_out(problem, stages)
     share, larger = divmod(len(starts), stages)
     return tuple(starts[stage * share + min(stage, larger)] for stage in range(1, stages))
 
 
 def _dealt_out(problem: Problem, stages: int) -> list[int]:
-    """The first unit of each thing that stages get equally many of."""
+    """The first unit of each item of which stages get equally many: blocks, or units."""
     starts = [first for first, _ in problem.blocks]
     if starts and len(starts) % stages:
         end = problem.blocks[-1][1]
