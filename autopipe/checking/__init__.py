@@ -1,9 +1,9 @@
 """A model file, or a plan and its model file  ->  a `Comparison`: does the split train alike?
 
-In: what `autopipe check` is given. Out: two optimizer steps of the split model in real processes on
-this machine's CPU beside the user's own module in one, tensor by tensor; the first node that
-differs. Never found here: a way to plan or to run a model (`planners.driver`, `runtime`), which
-are what is checked; how a comparison is printed (`cli`).
+In: the arguments of `autopipe check`. Out: a comparison, tensor by tensor, of two optimizer steps
+of the split model in real processes on this machine's CPU with those of the user's own module in
+one; the first node that differs. Never found here: a way of its own to plan or to run a model (what is
+checked are `planners.driver` and `runtime`); how a comparison is printed (`cli`).
 
 Other rooms use: `check.check_model`, `check.check_plan`, `comparison`,
 `fit.usual_degrees`, `split.run_rank`.
@@ -20,6 +20,6 @@ Other rooms use: `check.check_model`, `check.check_plan`, `comparison`,
     compare      both, tensor by tensor                                      -> rows
     first_node   rows -> the node of the graph where the difference begins
     comparison   rows, reductions, the first node: as a value, and as data
-    second_look  once more in a wider dtype, where rounding may decide, or hide
+    second_look  another comparison in a wider dtype, if rounding may decide, or hide, something
     check        all of them in order                                        start reading here
 """

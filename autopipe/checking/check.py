@@ -74,11 +74,12 @@ def check_plan(
     Args:
         source: the model file, as `model_file.load` takes it.
         say: gets a line of talk at a time.
-        precision: to check it in; None: its own, and closer in fp32 where that has 16 bits.
+        precision: the precision to check in; None: the plan's own, and closer in fp32 if that has
+            16 bits.
         start: starts the ranks; None: `spawn`.
 
     Raises:
-        AutopipeError: the model file or the plan is none that can be checked; says why.
+        AutopipeError: the model file or the plan cannot be checked; says why.
     """
     file, wanted, own = model_file.load(source), Degrees.of(plan), precision or plan.precision
 
@@ -122,22 +123,22 @@ def check_model(
 
 
 def _in(precision: str) -> dict[str, Any]:
-    """The words for another precision than a plan's own."""
+    """The words, with another precision than the plan's own."""
     return {"precision": precision, "grad_dtype": None, "optimizer_dtype": None}
 
 
 def _of_length(words: dict[str, Any], smaller: Smaller) -> dict[str, Any]:
-    """The words for a model made smaller: rows that are cut have one length."""
+    """The words for a smaller model: without other lengths, if rows are cut."""
     return {**words, "lengths": ()} if smaller.length else words
 
 
 @dataclass(frozen=True)
 class CheckRun:
-    """One check: what it is of, and how a case of it is planned and compared.
+    """One check: its subject, and how cases of it are planned and compared.
 
     Attributes:
         closer: whether a plan of 16 bits is compared in fp32 too.
-        backend: of torch.compile, by which compiled stages are.
+        backend: the backend of torch.compile for compiled stages.
     """
 
     source: str
@@ -149,10 +150,11 @@ class CheckRun:
     backend: str = "inductor"
 
     def of(self, wanted: Degrees, few: Degrees) -> Comparison:
-        """Find what fits, plan that, and compare; without dropout where that cannot be compared.
+        """Find a case that fits, plan it, and compare; without dropout if its draws cannot be
+        compared.
 
         Raises:
-            AutopipeError: nothing that fits can be planned, or compared.
+            AutopipeError: no case that fits can be planned, or compared.
         """
         with keeping_default_dtype():
             first = sized(self.file, wanted, few, self.as_asked, self.say)
@@ -176,8 +178,8 @@ class CheckRun:
         return self.made(smaller, few, None)
 
     def looked_at(self, case: Sized, *notes: str) -> Comparison:
-        """Compare, and once more where that does not tell: in fp64 where rounding may decide, in
-        fp32 where rounding to 16 bits may hide a difference.
+        """Compare, and compare again if the result is not certain: in fp64 if rounding may decide,
+        in fp32 if rounding to 16 bits may hide a difference.
 
         Raises:
             Unrepeatable: the model draws random numbers that cannot be compared.
@@ -202,13 +204,13 @@ class CheckRun:
         return _compare(job, case, told, self.say, self.start)
 
     def changed(self, case: Sized, **how: bool) -> Sized:
-        """A case whose model is changed in one more way, planned again."""
+        """A case with one more change of its model, planned again."""
         other = replace(case.smaller, **how)
         plan = self.made(other, case.degrees, case.precision)
         return replace(case, smaller=other, file=shrunk(self.file, other), plan=plan)
 
     def in_double(self, case: Sized) -> Sized:
-        """A case in fp64, its plan the same to the letter."""
+        """A case in fp64 with the same plan."""
         wide = self.changed(case, double=True)
         return replace(wide, plan=in_double(case.plan, wide.plan))
 
@@ -273,10 +275,10 @@ def _compare(
 
 
 def _unmatched(found: Comparison, traced: Trace) -> Comparison:
-    """What is told where the model draws otherwise than its graph.
+    """The note for a model whose random ops differ from those of its graph.
 
     Raises:
-        Unrepeatable: a custom function draws, and nobody knows how often.
+        Unrepeatable: a custom function draws an unknown number of times.
     """
     if any(is_random(node) and node.op == FUNCTION_OP for node in traced.graph.nodes):
         raise Unrepeatable
@@ -297,7 +299,7 @@ def _traced(file: ModelFile, plan: Plan) -> Trace:
 
 
 def _check_draws(file: ModelFile, plan: Plan, batch: Any, nodes: Callable[[], RandomNodes]) -> None:
-    """Look, before ranks are started, whether one process can draw what they draw.
+    """Refuse early, before ranks start, draws that one process cannot repeat.
 
     Raises:
         Unrepeatable: tensor-parallel ranks may draw for their parts; and where the loss is over the
@@ -315,10 +317,10 @@ def _check_draws(file: ModelFile, plan: Plan, batch: Any, nodes: Callable[[], Ra
 def _check_by_itself(
     file: ModelFile, plan: Plan, batch: Any, nodes: Callable[[], RandomNodes]
 ) -> None:
-    """Refuse a model that fails unsplit too, with the line, which its ranks do not know.
+    """Refuse a model that fails unsplit too, with the user's line, which ranks do not know.
 
     Raises:
-        ModelError: it does.
+        ModelError: the unsplit model fails.
     """
     with phase("running the unsplit model"), _as_planned(file):
         try:
@@ -331,8 +333,8 @@ def _check_by_itself(
 
 @contextmanager
 def _as_planned(file: ModelFile) -> Iterator[None]:
-    """Within, the unsplit model runs as it was traced: the branches that it takes, one thread, and
-    quiet libraries. There is one loss for all runs: what it keeps, as a mean of outputs, is put
+    """Within, the unsplit model runs as in its trace: the same branches, one thread, quiet
+    libraries. All runs share one loss object; values that it keeps (a mean of outputs) are put
     back."""
     kept = nullcontext() if file.loss is None else restoring(file.loss)
     with one_thread(), eager_branches(), libraries_hushed(heard=False), kept:

@@ -3,15 +3,15 @@
     step  what        tensors  equal  furthest off    of            allowed
     1     loss              1      1             0    ...           0, or 1e-05
 
-A tensor is off by its largest difference, as a share of the largest entry of the unsplit one, of
-which a rank may have a part; a gradient's share is of at least `FLOOR` of the largest entry of all
-gradients, since some are zero but for rounding (the bias of an attention's keys).
+A tensor is off by its largest difference, as a share of the largest entry of the whole unsplit
+tensor. For a gradient the divisor is at least `FLOOR` of the largest entry of all gradients, since
+some gradients are zero up to rounding (the bias of an attention's keys).
 
-Of a plan in 16 bits that changes the order of sums, a gradient may besides be `TWICE` as far off as
-rounding moves it in plain PyTorch:
+If a plan in 16 bits changes the order of sums, a gradient may also be `TWICE` as far off as
+rounding moves it in plain PyTorch, measured as:
 
-    16 bits beside fp32                              a sum that cancels loses as much
-    16 bits beside `NUDGES` runs with parameters     where two experts' scores nearly tie, rounding
+    16 bits beside fp32                              a sum that cancels loses much
+    16 bits beside `NUDGES` runs with parameters     two experts' scores nearly tie, and rounding
     off by half a unit in their last place           sends a token to another expert
 """
 
@@ -55,11 +55,11 @@ class TensorRow:
 
     Attributes:
         what: "loss", "gradients", "clipped norm", "buffers" or "parameters".
-        tensors: how many were compared; a tensor on several ranks counts with each.
+        tensors: how many were compared; a tensor on several ranks counts once for each.
         equal: how many of them are equal bit by bit.
-        off: the largest difference, as a share; infinite where a tensor is on one side only.
-        furthest: the name of the tensor that is off by that.
-        allowed: the largest share that is no difference.
+        off: the largest difference, as a share; infinite if a tensor is on one side only.
+        furthest: the name of the tensor with this difference.
+        allowed: the largest allowed share.
         wrong: the names of the tensors that are off by more.
     """
 
@@ -76,10 +76,10 @@ class TensorRow:
 def orders_kept(plan: Plan) -> bool:
     """Whether the plan changes the order of no sum of floats, so that every bit must be equal.
 
-    Tensor parallelism, compilers, a loss in parts, fused attention, three replicas, ZeRO-2 and 3,
-    which sum over replicas before micro-batches, gradients that come together from several stages,
-    and a loss over a batch that is cut all the same do. So does torch.jit (`regions.COMPILED`), and
-    a part that runs as it is: what it finds of a tensor's gradient it adds up before others' parts.
+    These change it: tensor parallelism, compilers, a loss in parts, fused attention, three
+    replicas, ZeRO-2 and 3 (they sum over replicas before micro-batches), gradients that come from
+    several stages, a loss over a batch in several micro-batches, torch.jit (`regions.COMPILED`),
+    and a part that runs as it is (it adds up its own part of a tensor's gradient first).
     """
     readers: dict[str, int] = {}
     for stage in plan.stages:
@@ -104,11 +104,11 @@ def compared(
     *,
     exact: bool,
 ) -> list[TensorRow]:
-    """Run the unsplit model's steps beside what the ranks have found.
+    """Run the unsplit model's steps, and compare them with those of the ranks.
 
     Args:
-        ranks: by rank, then by step.
-        wide: the unsplit model in fp32, where that is not the plan's precision.
+        ranks: the steps of the split model, by rank, then by step.
+        wide: the unsplit model in fp32, if that is not the plan's precision.
         exact: whether every bit has to be equal.
 
     Raises:
@@ -147,7 +147,7 @@ def compared(
 
 
 def _noise(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far each gradient is off from the expected one, in both of which rounding differs."""
+    """How far rounding alone moves each gradient, as a share."""
     largest = max((_largest(gradient) for gradient in expected.values()), default=0.0)
     return {
         name: off(found[name], gradient, FLOOR * largest)
@@ -157,7 +157,7 @@ def _noise(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[
 
 
 def rounding(plan: Plan) -> float:
-    """How far a sum may be off whose order a plan has changed, as a share of the largest entry."""
+    """The allowed difference of a sum in another order, as a share of the largest entry."""
     dtype = copy_dtype(plan.precision)
     own = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     low = [d for d, name in own.items() if d == dtype or name in plan.products]
@@ -165,7 +165,7 @@ def rounding(plan: Plan) -> float:
 
 
 def nearness(plan: Plan) -> tuple[str, ...]:
-    """How near gradients have to be, and why, in sentences."""
+    """Sentences on how near gradients have to be, and why."""
     if orders_kept(plan):
         return ("every bit of gradients has to be equal: the plan changes the order of no sum",)
     found = (
@@ -178,7 +178,7 @@ def nearness(plan: Plan) -> tuple[str, ...]:
 
 
 class _OneStep:
-    """One step: what each rank has found, to be compared."""
+    """One step of all ranks, to be compared."""
 
     def __init__(
         self, layout: RankLayout, number: int, found: Mapping[Place, RankStep], exact: bool
@@ -188,7 +188,7 @@ class _OneStep:
         self.unit = 0.0  # of the last place, in the narrowest dtype of what was compared
 
     def before(self, expected: WholeStep, noise: Mapping[str, float]) -> list[TensorRow]:
-        """Rows of all that there is before the optimizer's step.
+        """The rows of loss, gradients, norm and buffers: those before the optimizer's step.
 
         Args:
             noise: by gradient or buffer, how far rounding alone has moved it.
@@ -225,7 +225,7 @@ class _OneStep:
         ]
 
     def parameters(self, model: nn.Module) -> TensorRow:
-        """The row of what the optimizers have left, all steps by the same gradients."""
+        """The row of parameters after both optimizers have stepped by the same gradients."""
         pairs = []
         for place, found in self.found.items():
             for name, tensor in found.parameters.items():
@@ -270,8 +270,8 @@ class _OneStep:
 def off(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
     """The largest difference, as a share of the expected tensor's largest entry, or of `floor`.
 
-    0.0 means equal bits, or no number on both sides; infinite: one is not there, or of another
-    shape, or no number where the other one is.
+    0.0: equal bits, or nan on both sides. Infinite: one tensor is missing, has another shape, or
+    is nan where the other is a number.
     """
     if found is None or expected is None:
         return 0.0 if found is expected else math.inf

@@ -1,4 +1,4 @@
-"""What a check has found, as a value and as data."""
+"""The result of a check, as a value and as JSON data."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class FirstNode:
     """Where a difference begins.
 
     Attributes:
-        name: of the node in the model's graph.
+        name: the name of the node in the model's graph.
         place: the user's line, if it is known.
-        stage: that has it.
-        why: what was seen there.
+        stage: the stage of the node.
+        why: the difference that was seen there.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Comparison:
     """The result of a check.
 
     Attributes:
-        plan: that was run.
-        reduced: what was made smaller for this machine, one phrase each.
-        notes: what else there is to know about the comparison, one sentence each.
-        rows: of the comparison; none if the split model did not run.
-        failure: why there is none.
-        refused: the ranks have refused the plan or the model, as a user's mistake.
+        plan: the plan that was run.
+        reduced: reductions for this machine, one phrase each.
+        notes: other facts about the comparison, one sentence each.
+        rows: the compared tensors; empty if the split model did not run.
+        failure: why it did not run.
+        refused: whether ranks have refused the plan or the model, as a user's mistake.
         first: the first differing node, if anything differs and it was found.
     """
 
@@ -57,12 +57,12 @@ class Comparison:
 
     @property
     def again(self) -> tuple[str, ...]:
-        """What ran a second time in backward: `attention of 16 blocks`."""
+        """The blocks or ops that ran again in backward: `attention of 16 blocks`."""
         return tuple(map(str, repeated(self.plan, self.plan.stages)))
 
     @property
     def sentence(self) -> str:
-        """What was found, in words."""
+        """The result as a sentence."""
         if self.failure:
             return f"differs: {self.failure}"
         if self.right:

@@ -1,13 +1,13 @@
 """Name the node of the graph where a difference begins.
 
-    a loss          forward, in order: the first node that gives what plain PyTorch never has, up to
-                    the end of the first module whose result no node of its call gives
+    a loss          in the order of forward: the first node whose result plain PyTorch never has, in
+                    the first module whose result no node of its call has
     a buffer        the node that writes it
-    a gradient      backward, in order: of the parameters that differ the one read last in forward;
-    a parameter     what comes behind it agrees
+    a gradient,     in the order of backward: the reader of the differing parameter that is read
+    a parameter     last in forward; everything behind it agrees
 
-The graph runs whole, in this process, node by node. A loss that differs although the graph computes
-what the model does was changed by the split: then it is the first node of the second stage.
+The whole graph runs in this process, node by node. If the graph computes what the model does, the
+split has changed the loss: then the first node of the second stage is named.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def first_node(
 
     Args:
         traced: the model as ranks trace it.
-        batch: of the first step.
+        batch: the batch of the first step.
     """
     row = next((row for row in rows if row.wrong), None)
     if row is None:
@@ -107,7 +107,7 @@ def _stage(graph: Graph, plan: Plan, node: Node) -> int:
 
 
 def _in_forward(traced: Trace, plan: Plan, file: ModelFile, batch: Any) -> tuple[Node, str]:
-    """The first node that gives what plain PyTorch never has, in the first module that differs."""
+    """The first node whose result plain PyTorch never has, in the first module that differs."""
     graph = traced.graph
     rows = plan.batch.microbatch_rows(plan.mesh.dp)
     part = batches.slice_rows(plan.inputs, batches.flatten(batch), 0, rows)
@@ -137,7 +137,7 @@ def _in_forward(traced: Trace, plan: Plan, file: ModelFile, batch: Any) -> tuple
 
 
 class _Eager(TorchFunctionMode):
-    """What a forward of plain PyTorch gives.
+    """The tensors of a forward of plain PyTorch.
 
     Attributes:
         modules: the results of each call of a module, by its path, in the order they end in.
@@ -156,7 +156,7 @@ class _Eager(TorchFunctionMode):
         return result
 
     def watch(self, path: str, module: nn.Module) -> Any:
-        """Note the results of a module's calls; gives the hook."""
+        """A hook that notes the results of a module's calls."""
 
         def ended(module: nn.Module, args: Any, output: Any) -> None:
             number = self._counts[path]
@@ -167,7 +167,7 @@ class _Eager(TorchFunctionMode):
         return module.register_forward_hook(ended)
 
     def lacks(self, values: Sequence[Tensor]) -> bool:
-        """Whether one of these tensors of floats is like none that was made."""
+        """Whether one of these float tensors equals none of the model's."""
         return any(
             all(off(value, made) > CLOSE for made in self._made.get(tuple(value.shape), ()))
             for value in values
@@ -197,7 +197,7 @@ def _eager(
 def _by_nodes(
     traced: Trace, plan: Plan, file: ModelFile, part: Mapping[str, Any], rows: int
 ) -> dict[str, list[Tensor]]:
-    """What each node of the whole graph makes, by its name."""
+    """The results of each node of the whole graph, by name."""
     graph, model = traced.graph, built(file)
     with parameters_in(model, kept_by(plan)):
         named = {**graph.constants, **buffers_of(model), **dict(model.named_parameters())}
@@ -212,7 +212,7 @@ def _by_nodes(
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a lowered stage and keeps what each node of the graph makes."""
+    """Runs a lowered stage and keeps the results of each node."""
 
     def __init__(self, module: fx.GraphModule, found: dict[str, list[Tensor]]) -> None:
         super().__init__(module)

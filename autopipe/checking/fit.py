@@ -1,11 +1,11 @@
-"""How much smaller a mesh and a model have to be, so that a check ends soon on this machine.
+"""Choose how much smaller a mesh and a model have to be, so that a check ends soon here.
 
     the mesh     dp to 2, then the larger of pp and tp halved, down to 2 each: at most MOST_RANKS
     a step       two micro-batches for each pipeline rank, two rows each
     the model    fewer equal layers, shorter rows, narrower widths: only as far as it does not fit
 
-What makes the split what it is stays: a degree that is more than one is two at least, ZeRO has
-replicas, interleaved stages stay several on a rank, each stage has a layer.
+The kind of split stays: a degree above one is at least two, ZeRO keeps replicas, interleaved ranks
+keep several stages, each stage keeps a layer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
-        """Processes."""
+        """The number of processes."""
         return self.pp * self.dp * self.tp
 
     @property
@@ -65,13 +65,13 @@ class Degrees:
 
     @classmethod
     def of(cls, plan: Plan) -> Degrees:
-        """Those of a plan."""
+        """The degrees of a plan."""
         mesh, m = plan.mesh, plan.batch.micro_batches
         chunks = len(plan.stages) // mesh.pp
         return cls(mesh.pp, mesh.dp, mesh.tp, chunks, m, plan.batch.microbatch_rows(mesh.dp))
 
     def told(self, other: Degrees) -> list[str]:
-        """What is less here than in `other`, as `dp 256 -> 2`."""
+        """The degrees that are smaller than in `other`: `dp 256 -> 2`."""
         words = {"micro_batches": "micro-batches", "rows": "rows of a micro-batch"}
         return [
             f"{words.get(name, name)} {before} -> {getattr(self, name)}"
@@ -84,10 +84,10 @@ def fewer_ranks(wanted: Degrees, *, written: bool = False) -> Degrees:
     """The degrees reduced to `MOST_RANKS` processes and few micro-batches.
 
     Args:
-        written: the schedule is written out for these pipeline ranks and micro-batches.
+        written: whether the user's own schedule fixes pipeline ranks and micro-batches.
 
     Raises:
-        AutopipeError: it cannot be, as the schedule is written out.
+        AutopipeError: the schedule does not allow fewer.
     """
     found = replace(wanted, dp=min(wanted.dp, 2))
     while found.ranks > MOST_RANKS and max(found.pp, found.tp) > 2:
@@ -110,16 +110,15 @@ def smaller_models(
     """Ways to make a model fit, those that change least first.
 
     Args:
-        model: builds it made smaller, without memory; ModelError: it cannot be made so.
-        tokens: of a row.
+        model: builds the smaller model without memory; ModelError: it cannot be made that small.
+        tokens: tokens of a row.
 
     Yields:
-        what to change, and the degrees with it.
-
-    The last is as small as a model without widths to divide can be, if the machine has room for it.
+        a change of the model, and the degrees with it. The last one is the smallest model without
+        divided widths, if the machine has room for it.
 
     Raises:
-        ModelError: it cannot be built.
+        ModelError: the model cannot be built.
         AutopipeError: nothing makes it fit.
     """
     least = Smaller(layers=max(2, wanted.pp * wanted.chunks))
@@ -164,14 +163,13 @@ def smaller_models(
 def usual_degrees(
     asked: dict[str, int], cluster: str | None, rows: int | None, words: dict[str, Any]
 ) -> Degrees:
-    """The degrees for a model file without a plan; where nobody asks for one a pipeline of two.
+    """The degrees for a model file without a plan; by default a pipeline of two.
 
     Args:
-        asked: of pp, tp, dp and micro_batches those that were asked for.
-        cluster: "local:N" or "cpu:N", whose processes a pipeline takes that nobody has given a
-            degree.
-        rows: of the batch; None: two for each micro-batch.
-        words: other constraints; a pipeline of several stages on a rank says so here.
+        asked: the degrees among pp, tp, dp and micro_batches that were asked for.
+        cluster: "local:N" or "cpu:N"; a pipeline without a given degree takes its processes.
+        rows: rows of the batch; None: two for each micro-batch.
+        words: other constraints, which also say whether ranks have several stages.
 
     Raises:
         AutopipeError: the cluster has another number of processes, or rows do not divide.

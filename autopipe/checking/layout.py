@@ -1,11 +1,10 @@
-"""Which entries of a whole tensor a rank holds, by the plan alone, and whole tensors from parts.
+"""Find the entries of a tensor that a rank holds, by the plan alone; join parts to whole tensors.
 
     tp      its shard of a sharded parameter
-    ZeRO    its rows of that: among replicas, under ZeRO-1 also among the stages that are tied and
-            among tensor-parallel ranks that each have a part of the gradient
+    ZeRO    its rows of that shard: shared over replicas, under ZeRO-1 also over tied stages and
+            over tensor-parallel ranks that each have a part of the gradient
 
-Parts are found by the positions of their entries, so that a whole tensor is put together by the
-same rule that takes it apart.
+A part is found by the positions of its entries, so one rule both divides and joins a tensor.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class RankLayout:
     """How tensors lie over the ranks of a plan.
 
     Attributes:
-        sharding: over tensor-parallel ranks.
+        sharding: the sharding over tensor-parallel ranks.
         placed: the pipeline rank of each stage.
-        partial: parameters whose gradients tensor-parallel ranks have parts of, and share out.
-        frozen: parameters that are not trained: ZeRO-3 alone shards them.
+        partial: parameters whose gradients are partial sums on tensor-parallel ranks.
+        frozen: parameters that are not trained; only ZeRO-3 shards them.
     """
 
     plan: Plan
@@ -56,12 +55,12 @@ class RankLayout:
         return cls(plan, sharding, placed, replicated(sharding), frozenset(frozen))
 
     def shard(self, name: str, whole: Tensor, place: Place) -> Tensor:
-        """What a tensor-parallel rank has of a parameter or buffer."""
+        """A tensor-parallel rank's part of a parameter or buffer."""
         lies = self.sharding.states.get(name, I)
         return own_part(whole, lies, self.plan.mesh.tp, place.tp) if lies.sharded else whole
 
     def trained(self, name: str, whole: Tensor, place: Place) -> Tensor:
-        """What a rank's optimizer has of a parameter, or of its gradient."""
+        """The part of a parameter, or of its gradient, that a rank's optimizer has."""
         part, mesh = self.shard(name, whole, place), self.plan.mesh
         if not self.plan.deals and not self.plan.scatters:
             return part
@@ -80,7 +79,7 @@ class RankLayout:
     def whole(self, name: str, like: Tensor, parts: Iterable[tuple[Place, Tensor]]) -> Tensor:
         """A parameter or gradient as large as `like`, from the parts that ranks' optimizers have.
 
-        Entries that no rank has are those of `like`; of those that several have, one's.
+        Entries that no rank has are taken from `like`; entries of several ranks from one of them.
         """
         positions = torch.arange(like.numel()).view(like.shape)
         found = like.detach().clone().contiguous()

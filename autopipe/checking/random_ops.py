@@ -27,11 +27,11 @@ from autopipe.util.seeding import seed
 
 
 class Unmatched(Exception):
-    """A module's random ops are not one for each random node of its graph."""
+    """Raised where a module's random ops do not match the random nodes of its graph one by one."""
 
 
 class Unrepeatable(Exception):
-    """One process cannot draw the numbers that the ranks of a plan draw."""
+    """Raised where one process cannot draw the numbers that the ranks of a plan draw."""
 
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -42,8 +42,8 @@ class RandomNodes(NamedTuple):
     """The random nodes of a graph, in its order.
 
     Attributes:
-        calls: of the calls that run as they are, the k-th of a site each, the node's name; None: it
-            draws nothing, or nobody uses what it gives.
+        calls: for each call that runs as it is (the k-th of a site), the node's name; None: it
+            draws nothing, or its results are unused.
     """
 
     names: Sequence[str] = ()
@@ -51,10 +51,11 @@ class RandomNodes(NamedTuple):
 
 
 def random_nodes(traced: Trace) -> RandomNodes:
-    """Those of a traced model.
+    """The random nodes of a traced model.
 
     Raises:
-        Unrepeatable: one draws more than once, or again in backward: a recurrent op, a checkpoint.
+        Unrepeatable: a node draws more than once, or again in backward: a recurrent op, a
+            checkpoint.
     """
     found = [node for node in traced.graph.nodes if is_random(node)]
     if any(node.again or node.short in RECURRENT for node in found):
@@ -68,7 +69,7 @@ class Drawing(TorchDispatchMode):
     """Within, the random ops of one micro-batch's forward draw as random nodes do.
 
     Args:
-        nodes: None where they are not known yet: any random op raises.
+        nodes: the random nodes; None: not known yet, and any random op raises.
 
     Raises:
         Unmatched: there are more random ops than nodes.
@@ -97,7 +98,7 @@ class Drawing(TorchDispatchMode):
         return found
 
     def called(self, call: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Make a call that runs as it is: all that it draws follows from the seed of its node."""
+        """Make a call that runs as it is, with all its draws from the seed of its node."""
         assert self._nodes is not None, "the calls are among what is known of the nodes"
         name = self._nodes.calls.get((call.site, call.number))
         if name is not None:

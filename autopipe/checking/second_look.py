@@ -5,13 +5,13 @@ fp64, where rounding may decide:
     input of a ReLU     unsplit  3e-08     split  -1e-08     both are 0 to rounding
     its gradient        unsplit  1         split  0          no rounding
 
-A plan that changes the order of sums may so be off by any share in fp32 and be right. In fp64 the
-two stand on the same side of nearly every such edge: what was rounding is off by `EXACT` at most,
-and what is wrong is as wrong as before.
+So a plan that changes the order of sums may be right and differ by any share in fp32. In fp64 both
+models are on the same side of nearly every such edge: a difference by rounding shrinks to `EXACT`
+at most, and a real one stays.
 
 fp32, where rounding to 16 bits may hide a difference:
 
-    a gradient          may be off by 0.1 in bf16, as sums in another order are; in fp32 by 1e-5
+    a gradient          may be off by 0.1 in bf16, where sums have another order; in fp32 by 1e-5
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HIDING = ("loss", "gradients", "buffers")
 
 
 def may_be_rounding(found: Comparison) -> bool:
-    """Whether what differs could be right in fp64: numbers in fp32, of sums in another order."""
+    """Whether differences may be rounding: the plan is in fp32 and changes the order of sums."""
     plan = found.plan
     wrong = [row for row in found.rows if row.wrong]
     finite = all(math.isfinite(row.off) for row in wrong)
@@ -45,7 +45,7 @@ def second_look(found: Comparison, in_fp64: Callable[[], Comparison]) -> Compari
     """The comparison in fp64, if it shows that rounding alone made `found` differ; else `found`.
 
     Args:
-        in_fp64: makes it; the model may have a dtype in its code, and refuse.
+        in_fp64: makes that comparison; a model with dtypes in its code may refuse fp64.
     """
     try:
         again = in_fp64()
@@ -64,8 +64,8 @@ def second_look(found: Comparison, in_fp64: Callable[[], Comparison]) -> Compari
 
 
 def may_be_hidden(found: Comparison) -> bool:
-    """Whether what is right in 16 bits, of sums in another order, could be wrong in fp32: bits that
-    are all equal hide nothing."""
+    """Whether rounding to 16 bits may hide a difference: not if all bits are equal, or the plan
+    changes the order of no sum."""
     rounded = any(row.equal < row.tensors for row in found.rows if row.what in HIDING)
     low = found.plan.precision != "fp32" and not orders_kept(found.plan)
     return found.right and rounded and low
@@ -75,7 +75,7 @@ def closer_look(found: Comparison, in_fp32: Callable[[], Comparison]) -> Compari
     """The comparison in fp32, if it shows a difference; else `found`, with what it has shown.
 
     Args:
-        in_fp32: makes it; a model of 16 bits by its own code may refuse.
+        in_fp32: makes that comparison; a model with 16-bit dtypes in its code may refuse.
     """
     try:
         again = in_fp32()

@@ -1,4 +1,4 @@
-"""A model file whose model is smaller, and does the same things.
+"""Make a model file's model smaller, so that it still does the same things.
 
     layers   h.0 h.1 h.2 ... h.31  ->  h.0 h.1       equal neighbours in a ModuleList or Sequential
     width    hidden_size 4096      ->  256           every width of a configuration of transformers,
@@ -7,8 +7,8 @@
     calm     dropout 0.1           ->  0.0
     double   fp32                  ->  fp64          (`second_look`)
 
-Layers are taken out of a model that was built without memory. What is left gets the values that its
-modules give themselves, or small random ones: what is checked does not depend on them.
+Layers are removed from a model that was built without memory. The others get their modules' own
+initial values, or small random ones: the check does not depend on the values.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def skeleton(file: ModelFile, smaller: Smaller) -> nn.Module:
     """The smaller model without memory, to see how large it is.
 
     Raises:
-        ModelError: it cannot be built, or a width does not divide.
+        ModelError: the model cannot be built, or a width does not divide.
     """
     model = build_fake(lambda: narrowed(file.model, smaller.width))
     if smaller.layers:
@@ -91,7 +91,7 @@ def surplus(container: nn.ModuleList | nn.Sequential, layers: int) -> list[int]:
 
 
 def _look(module: nn.Module) -> Hashable:
-    """What two layers have in common that are repeated: class, parameters' names and shapes."""
+    """The key by which layers count as equal: class, parameters' names and shapes."""
     parameters = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
     return (type(module), parameters) if parameters else ()
 
@@ -115,7 +115,7 @@ def _fill(model: nn.Module) -> None:
 
 
 def _random(fake: nn.Parameter, name: str) -> nn.Parameter:
-    """Around 0 for a matrix, around 1 for a vector, which may be the scale of a norm."""
+    """Random values: around 0 for a matrix, around 1 for a vector (it may scale a norm)."""
     generator = torch.Generator().manual_seed(derive_seed(SEED, name))
     values = 0.02 * torch.randn(fake.shape, generator=generator) + float(fake.ndim < 2)
     return nn.Parameter(values.to(fake.dtype), fake.requires_grad)
@@ -163,7 +163,7 @@ def tokens(leaves: dict[str, batches.Leaf]) -> int:
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Set every share of dropout to 0: attributes that are called so, and those of nn.Dropout."""
+    """Set every dropout probability to 0: of nn.Dropout, and attributes with such a name."""
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and (name == "p" or "drop" in name):

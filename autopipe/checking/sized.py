@@ -21,10 +21,10 @@ class Sized:
     """A model file as it is checked, with its plan.
 
     Attributes:
-        file: made smaller.
+        file: the model file, made smaller.
         wanted: the degrees before they were reduced.
-        degrees: those of `plan`.
-        precision: of `plan`, where that is another than was asked for.
+        degrees: the degrees of `plan`.
+        precision: the precision of `plan`, if it differs from the one asked for.
     """
 
     file: ModelFile
@@ -57,7 +57,7 @@ def sized(
     """The model and its plan, as small as they have to be, and no smaller.
 
     Raises:
-        AutopipeError: nothing fits; or what fits cannot be planned.
+        AutopipeError: nothing fits, or the cases that fit cannot be planned.
     """
     error: ModelError | None = None
     length = tokens(batches.flatten(file.inputs(2)))

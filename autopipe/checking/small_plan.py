@@ -1,4 +1,4 @@
-"""A plan for few processes of this machine: the plan itself on fewer replicas, or a like one.
+"""Make a plan for few processes here: the plan itself on fewer replicas, or a similar one.
 
 same_cuts   the plan's stages, placements, schedule, precision        fewer replicas, fewer
             and ZeRO stage, to the letter                             micro-batches
@@ -26,9 +26,9 @@ RATES = {"fp32": 1e10, "fp64": 5e9, "bf16": 2e10, "fp16": 2e10}
 
 
 def this_machine(processes: int) -> Cluster:
-    """So many processes here, with room for anything and rates that are nobody's.
+    """A cluster of processes on this machine, with room for anything and made-up rates.
 
-    Whether a split is right does not depend on how fast it is, so nothing is measured for it.
+    Whether a split is right does not depend on its speed, so nothing is measured.
     """
     cpu = Device("cpu", 2**40, RATES, 1e10, 1e-6, "made up: a check is not about speed")
     link = Link(1e-4, 1e9)
@@ -39,7 +39,7 @@ def same_cuts(plan: Plan, degrees: Degrees) -> Plan:
     """The plan with fewer replicas, micro-batches and rows, its ranks on this machine's CPU.
 
     Raises:
-        PlanError, ScheduleError: when it is run, if its schedule is none for so few micro-batches.
+        PlanError, ScheduleError: in its run, if its schedule does not allow so few micro-batches.
     """
     mesh = Mesh(degrees.pp, degrees.dp, degrees.tp, ())
     places = [
@@ -60,7 +60,7 @@ def same_cuts(plan: Plan, degrees: Degrees) -> Plan:
 
 
 def in_double(plan: Plan, other: Plan) -> Plan:
-    """The plan for the model of fp64 that `other` was made for: its stages, to the letter."""
+    """The plan with its stages unchanged, for the fp64 model of which `other` is a plan."""
 
     def wide(tensors: Iterable[Transfer]) -> tuple[Transfer, ...]:
         return tuple(replace(t, dtype="float64") if t.dtype == "float32" else t for t in tensors)
@@ -72,7 +72,7 @@ def in_double(plan: Plan, other: Plan) -> Plan:
 
 
 def words_of(plan: Plan) -> dict[str, Any]:
-    """The constraints that another plan has to keep to, so that it splits as this one does."""
+    """The constraints under which another plan splits in the way of this one."""
     words: dict[str, Any] = {
         "precision": plan.precision,
         "grad_dtype": plan.grad_dtype,
@@ -99,11 +99,11 @@ def words_of(plan: Plan) -> dict[str, Any]:
 
 
 def _recomputed(plan: Plan) -> list[str]:
-    """What runs again in backward, by names that a smaller model has too.
+    """The blocks and ops that run again in backward, by names that a smaller model has too.
 
-    Classes of blocks and their ops are named after the first member, which stays. Where a class has
-    blocks that run again whole beside blocks of which ops do, the second member, which stays too,
-    does so whole and all others by op.
+    Classes of blocks and their ops are named after the first member, which a smaller model keeps.
+    If some blocks of a class run again whole and others by op, the second member, which is kept
+    too, runs again whole and all others by op.
     """
     again = repeated(plan, plan.stages)
     whole = {path for own in again if not own.ops for path in own.blocks}
@@ -119,8 +119,8 @@ def _recomputed(plan: Plan) -> list[str]:
 
 
 def _offloaded(plan: Plan) -> list[str]:
-    """What is offloaded, by names that a smaller model has too: classes, or of a class whose others
-    run again the second member, which then does not."""
+    """The offloaded blocks, by names that a smaller model has too: classes or, if other blocks of
+    the class run again, its second member, which then does not."""
     away, again = {*offloaded(plan)}, repeated(plan, plan.stages)
     running = {path for own in again for path in own.blocks}
     return [

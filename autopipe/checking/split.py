@@ -1,4 +1,4 @@
-"""One rank's two steps of the split model, written to a file: all that the rank itself can see."""
+"""Make one rank's two steps of the split model, and write the rank's own tensors to a file."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ CLIP = 0.5
 
 @dataclass
 class RankStep:
-    """What a rank has seen of one step.
+    """A rank's values of one step.
 
     Attributes:
-        loss: of the whole batch.
-        gradients: of what its optimizer updates, by name, before they are clipped.
-        norm: of all gradients of the model, before they are clipped.
-        parameters: what its optimizer updates, after the step.
-        buffers: after the step.
-        scale: of the losses in backward, under fp16; 1 otherwise.
+        loss: the loss of the whole batch.
+        gradients: gradients of the parameters that its optimizer updates, by name, unclipped.
+        norm: the norm of all gradients of the model, unclipped.
+        parameters: the parameters that its optimizer updates, after the step.
+        buffers: its buffers, after the step.
+        scale: the loss scale in backward, under fp16; otherwise 1.
     """
 
     loss: Tensor
@@ -77,11 +77,11 @@ def _step(pipe: Pipe, optimizer: torch.optim.Optimizer, batch: Any) -> RankStep:
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    """A copy on the CPU; of a DTensor this rank's rows."""
+    """A copy of a tensor on the CPU; for a DTensor, of this rank's rows."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.detach().to("cpu", copy=True)
 
 
 def read(folder: Path, ranks: int) -> list[list[RankStep]]:
-    """What all ranks have written: by rank, then by step."""
+    """The steps that all ranks have written: by rank, then by step."""
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""What is checked, as a folder: the plan, the model file, how it is shrunk, and two batches.
+"""The subject of a check, as a folder: the plan, the model file, its reductions, two batches.
 
 FOLDER/plan.json      the plan that ranks run
 FOLDER/subject.json   `CheckJob`
@@ -34,10 +34,10 @@ class Smaller:
 
     Attributes:
         layers: members kept of each row of equal layers; 0: all.
-        width: what the widths of a configuration of transformers are divided by.
+        width: the divisor of the widths in a configuration of transformers.
         length: tokens kept of each row; 0: all.
-        calm: dropout is off.
-        double: parameters, buffers and batches are of fp64 where they are floats.
+        calm: whether dropout is off.
+        double: whether floats in parameters, buffers and batches are of fp64.
     """
 
     layers: int = 0
@@ -52,7 +52,7 @@ class CheckJob:
     """The model file of a check, and how its model is made smaller.
 
     Attributes:
-        backend: of torch.compile, by which compiled stages are.
+        backend: the backend of torch.compile for compiled stages.
     """
 
     source: str

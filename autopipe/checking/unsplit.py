@@ -5,12 +5,11 @@
     gradients                                     added over micro-batches, then over replicas
     the optimizer                                 one step by the gradients that the split has found
 
-Nothing of tracing, of graphs or of the runtime computes here, but the numbers of labels that losses
-are means over; planning has compared these with halves of a batch. Parameters of 16 bits are cast
-copies of the model's own, autocast is torch's. The optimizer takes the split's gradients once they
-have been compared. Where they are equal bit by bit that changes nothing; elsewhere it keeps
-rounding out of the comparison of parameters, as Adam makes a whole step of a gradient that is
-nothing but rounding, and lets the second step begin where the split's begins.
+Tracing, graphs and the runtime compute nothing here, except the numbers of labels over which losses
+are means (planning has compared these with halves of a batch). Parameters of 16 bits are cast
+copies of the model's own, autocast is torch's. The optimizer steps by the split's gradients, once
+these have been compared: so rounding stays out of the comparison of parameters (Adam makes a whole
+step of a gradient that is pure rounding), and the second step begins where the split's begins.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from autopipe.tracing.low_precision import MASTER, kept_by, lower, parameters_in
 
 @dataclass
 class WholeStep:
-    """What a step of the unsplit model gives: the loss, each gradient, each replica's buffers."""
+    """A step of the unsplit model: the loss, each gradient, each replica's buffers."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -70,15 +69,15 @@ class Unsplit:
     Args:
         nodes: gives the random nodes of the model's graph; asked for if the model draws random
             numbers.
-        labels: those of the graph that its loss is a mean over.
+        labels: the labels over which the graph's loss is a mean.
 
     Attributes:
-        model: with the parameters of now.
-        frozen: its parameters that are not trained. Each replica has its own, as of buffers: its
-            forward may write them, as a teacher's. So has it other tensors that the model or the
-            loss keep.
-        sparse: the names of parameters whose gradients were sparse: their sums have an order of
-            their own.
+        model: the model with its present parameters.
+        frozen: its parameters that are not trained. Each replica has its own, like buffers, since
+            forward may write them (a teacher); and its own copies of other tensors that the model
+            or the loss keep.
+        sparse: the names of parameters whose gradients were sparse: torch adds these up in another
+            order.
     """
 
     def __init__(
@@ -110,14 +109,14 @@ class Unsplit:
 
     @property
     def _parts(self) -> tuple[int, int]:
-        """Replicas, and micro-batches of each; one of all rows where the loss is over the batch."""
+        """Replicas, and micro-batches of each; (1, 1) if the loss is over the batch."""
         plan = self._plan
         return (1, 1) if plan.loss_over == BATCH else (plan.mesh.dp, plan.batch.micro_batches)
 
     @property
     def averaged(self) -> list[str]:
-        """The statistics of batch norms with momentum=None, a mean over all batches: torch divides
-        by a number of Python's, a graph by a tensor, and the last place may be another."""
+        """The statistics of batch norms with momentum=None, means over all batches: torch divides
+        by a Python number, a graph by a tensor, so the last bit may differ."""
         return [
             f"{path}.{name}".lstrip(".")
             for path, module in self.model.named_modules()
@@ -135,7 +134,7 @@ class Unsplit:
         """Forward and backward of a whole batch; parameters stay as they are.
 
         Args:
-            scale: of the losses in backward, as the split had it; gradients are without it.
+            scale: the loss scale of the split's backward; gradients are without it.
 
         Raises:
             Unmatched: the model's random ops are not one for each random node of its graph.
@@ -167,12 +166,12 @@ class Unsplit:
         return self._ended(total, results, weights, scale)
 
     def _now(self) -> dict[str, Tensor]:
-        """Copies of what forward may write."""
+        """Copies of the tensors that forward may write."""
         return _cloned({**buffers_of(self.model), **self.frozen, **self._beside})
 
     @torch.no_grad()
     def _put(self, states: Mapping[str, Tensor]) -> None:
-        """Let the model go on from such copies."""
+        """Put such copies back into the model."""
         kept = {**self.frozen, **self._beside}
         put(self.model, _cloned({n: s for n, s in states.items() if n not in kept}))
         for name, tensor in kept.items():
@@ -181,7 +180,7 @@ class Unsplit:
 
     @torch.no_grad()
     def follow(self, other: Unsplit) -> None:
-        """Take the parameters and buffers of another one, of the same model."""
+        """Take the parameters and buffers of another `Unsplit` of the same model."""
         for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
             mine.copy_(theirs)
         self._of_replicas = [dict(buffers) for buffers in other._of_replicas]
@@ -212,7 +211,7 @@ class Unsplit:
         return gradients
 
     def update(self, gradients: Mapping[str, Tensor], factor: Tensor | float) -> None:
-        """Step with these gradients times `factor`; those that are not there are None."""
+        """Step the optimizer by these gradients times `factor`; missing ones are None."""
         for name, parameter in self.model.named_parameters():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.clone().mul_(factor)
@@ -242,7 +241,7 @@ class Unsplit:
         return tuple(result.detach() for result in results)
 
     def _share(self, results: Sequence[Tensor]) -> int:
-        """The number of which the gradient of a micro-batch's loss is one over."""
+        """The divisor of a micro-batch's loss in the gradient."""
         return self._plan.batch.rows if len(results) > 1 else math.prod(self._parts)
 
     def _forward(self, program: Program, tensors: Sequence[Tensor], k: int) -> Any:
@@ -303,10 +302,10 @@ class Unsplit:
 
 
 def check_statistics(plan: Plan, graph: Graph) -> None:
-    """Refuse a batch norm behind a loss over the whole batch: a micro-batch has other statistics.
+    """Refuse a batch norm with a loss over the whole batch: micro-batches have other statistics.
 
     Raises:
-        ModelError: names its line.
+        ModelError: names the norm's line.
     """
     if plan.mesh.dp * plan.batch.micro_batches == 1:
         return
@@ -320,7 +319,7 @@ def check_statistics(plan: Plan, graph: Graph) -> None:
 
 
 def _beside(model: nn.Module, file: ModelFile) -> dict[str, Tensor]:
-    """Tensors in plain attributes of model and loss, by their number, which does not change."""
+    """Tensors in plain attributes of model and loss, in an order that does not change."""
     known = {id(buffer) for buffer in model.buffers()}
     found = tensors_of(holders_of(model, *([] if file.loss is None else [file.loss])))
     return {f"beside {n}": own for n, own in enumerate(found) if id(own) not in known}
@@ -332,6 +331,6 @@ def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
 
 
 def _cloned(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies; one buffer under two names has one copy."""
+    """Copies of tensors; a buffer with two names has one copy."""
     made = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
     return {name: made[id(buffer)] for name, buffer in buffers.items()}
