@@ -1,12 +1,12 @@
-"""What something else than a model's own calls changes of what its Python reads.
+"""Find values that a model's Python reads and that other code changes between its calls.
 
     model.tau = 0.5                 the user's loop, between two steps
     ANNEAL["beta"] = step / 1_000   `batches`, a scheduler, a hook of the optimizer
 
-A graph has such a number for good, as it was when the model was traced. Values are those of
-`holders`; of them only those count whose names stand in code that the model or its loss may run: a
-script counts its steps too, and no model reads that. A model that the user's file keeps
-(`HELD = [model]`) is looked at too: it need not be the one that was traced.
+A graph keeps such a number as it was when the model was traced. The values are those of
+`eager.holders` whose names occur in code that the model or its loss may run (a script also counts
+its steps, which no model reads). Models that the user's file keeps (`HELD = [model]`) are watched
+too: they need not be the one that was traced.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MovedValue:
 
     Attributes:
         name: how the user finds it.
-        model: the one of the user's file that has it; None: it is no model's there.
+        model: the model, kept in the user's file, that has the value; None: no such model has it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class MovedValue:
 
 
 class Between:
-    """What a model and its loss may read, looked at between two calls.
+    """Watches the values that a model and its loss may read, between their calls.
 
     between = Between(model, loss)
     ANNEAL["beta"] = 0.5
@@ -61,12 +61,12 @@ class Between:
         self._buffers = self._buffers_now()
 
     def moved(self) -> list[MovedValue]:
-        """What is another value than when this was last asked, or made."""
+        """The values that have changed since the last call of this, or since it was made."""
         return list(dict.fromkeys(moved for place in self._places for moved in place.moved()))
 
     def moved_buffers(self) -> list[MovedValue]:
-        """Buffers that are another tensor than when this was last asked, or made; of models that
-        the user's files keep, those that were written too: no run reads them."""
+        """Buffers that were replaced by another tensor since the last call of this; in models that
+        the user's files keep also buffers that were written, since no run reads them."""
         before, self._buffers = self._buffers, self._buffers_now()
         return [
             MovedValue(name, model if kept else None)
@@ -76,7 +76,7 @@ class Between:
         ]
 
     def _buffers_now(self) -> list[_Buffers]:
-        """Of each model the buffers by name, with how often those of kept models were written."""
+        """Each model's buffers by name, for kept models with the number of writes."""
         return [
             {
                 name: (buffer, version(buffer) if kept else 0)
@@ -87,12 +87,12 @@ class Between:
 
 
 def _as_before(name: str, old: _Buffers, new: _Buffers) -> bool:
-    """Whether a buffer is the tensor that it was, and was written no further."""
+    """Whether a buffer is the same tensor as before, and was not written since."""
     return name in old and new[name][0] is old[name][0] and new[name][1] == old[name][1]
 
 
 class _Place:
-    """A holder with the values that it had: those that `read`, names in code, may read."""
+    """A holder with its earlier values: those whose names are in `read`, the names in code."""
 
     def __init__(self, holder: Holder, read: frozenset[str], model: nn.Module | None) -> None:
         self.holder, self._model = holder, model
@@ -127,7 +127,7 @@ class _Place:
 
 
 def _same(value: Any, seen: Any, at: int | None) -> bool:
-    """Whether a value is the one that was seen; a tensor when it had been written so often."""
+    """Whether a value is the one seen before; for a tensor, also not written since."""
     if value is seen:
         return at is None or version(value) == at
     return frozen(value, deep=False) == frozen(seen, deep=False)
@@ -164,6 +164,6 @@ def _read_by(parts: Sequence[Part]) -> frozenset[str]:
 
 
 def _functions(values: Iterable[Any]) -> list[FunctionType]:
-    """Functions, and those of methods and properties."""
+    """Functions, and the functions of methods and properties."""
     found = (getattr(value, "__func__", getattr(value, "fget", value)) for value in values)
     return [function for function in found if isinstance(function, FunctionType)]

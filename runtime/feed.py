@@ -3,9 +3,9 @@
     batches(8)                   the same on every rank     a step, or left out with a word
     batches(8, shard, 2)         a part each    --told-->   a step, or left out with a word
 
-A batch whose rows do not divide, usually the last one of an epoch, is left out. Shards end
-together, with the first that ends. The first batch is looked at more closely: shards that are all
-alike, or each as large as the whole, are a mistake that no later step would show.
+A batch whose rows do not divide, usually the last one of an epoch, is left out. All shards end with
+the shortest. The first batch is checked more closely: shards that are all equal, or each as large
+as the whole batch, are a mistake that no later step would show.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Feed:
 
     Attributes:
         given: the batches that were given out.
-        left_out: those that were not, as their rows do not divide.
+        left_out: the batches that were not, since their rows do not divide.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Feed:
 
     @property
     def of(self) -> int | None:
-        """How many batches there are at most, if that is known."""
+        """An upper limit on the number of batches, if it is known."""
         return None if self._file.length is None else self._file.length * self._epochs
 
     def __iter__(self) -> Iterator[Any]:
@@ -145,7 +145,7 @@ class Feed:
         return stream
 
     def dry(self, steps: int | None) -> None:
-        """Say so if batches have ended before so many steps were made."""
+        """Say so if the batches have ended before the wanted number of steps."""
         if self.left_out > 1:
             self._say(f"{self._asking()}: {self.left_out} batches were left out in all")
         if steps is None or self.given >= steps or not self.given:
@@ -202,7 +202,7 @@ class Feed:
         )
 
     def _check_first(self, batch: Any, rows: int) -> None:
-        """Refuse shards that are none; say so if batches are not of the plan's rows.
+        """Refuse wrong shards; say so if batches have another number of rows than the plan.
 
         Raises:
             ModelError: two shards are alike, or each is as large as the batch.
@@ -236,7 +236,7 @@ class Feed:
             )
 
     def _all(self, mine: list[int]) -> Tensor:
-        """What each shard says; every rank calls it."""
+        """The values of all shards; every rank calls it."""
         mesh = self._pipe.plan.mesh
         own = torch.tensor(mine)
         found = list(torch.empty(len(mesh.places), len(mine), dtype=own.dtype))
@@ -250,8 +250,8 @@ class Feed:
 
 
 def _random_states() -> tuple[Any, Tensor, Any]:
-    """Of the generators that a `batches` may draw from: Python's, torch's, and numpy's where it is
-    loaded. A checkpoint can hold them."""
+    """The states of the generators that a `batches` may draw from: Python's, torch's, and numpy's
+    if it is loaded; as data for a checkpoint."""
     python, numpy = places()
     if numpy is not None:
         kind, keys, *rest = numpy
@@ -260,7 +260,7 @@ def _random_states() -> tuple[Any, Tensor, Any]:
 
 
 def _set_random_states(states: Sequence[Any]) -> None:
-    """A checkpoint of an earlier version has none of numpy's."""
+    """Restore such states; a checkpoint of an earlier version may lack numpy's."""
     with fence("the random state"):
         python, of_torch, numpy = (*states, None)[:3]
         go_to((python, numpy))
@@ -268,5 +268,5 @@ def _set_random_states(states: Sequence[Any]) -> None:
 
 
 def _varied(leaf: batches.Leaf) -> bool:
-    """Whether a tensor has entries that differ: shards of a constant are alike, rightly."""
+    """Whether a tensor has different entries; equal shards of a constant are no mistake."""
     return isinstance(leaf, Tensor) and leaf.numel() > 1 and bool((leaf != leaf.flatten()[0]).any())

@@ -3,8 +3,8 @@
     every N steps, when a signal asks for it, and at the end     save
     --resume                                                     the newest checkpoint that is whole
 
-A checkpoint of the loop has the position in the batches and the random states beside all that the
-pipe, the optimizer and the schedule have: the losses that follow are those of a run that was never
+Beside the states of the pipe, the optimizer and the schedule, the loop's checkpoint has the
+position in the batches and the random states: the losses after it are those of a run that never
 stopped.
 """
 
@@ -27,14 +27,14 @@ from autopipe.runtime.step.pipe import Pipe
 
 @dataclass(frozen=True)
 class Keeping:
-    """What a run was asked to keep.
+    """The options about checkpoints.
 
     Attributes:
-        folder: of the checkpoints.
-        every: steps from one to the next; None: at the end and when a signal asks for it.
+        folder: the folder of the checkpoints.
+        every: steps between two of them; None: only at the end and when a signal asks for one.
         keep: how many of them stay.
-        resume: go on from the newest one, if there is one.
-        seed: the one asked for, which must then be that of the run; None: it is.
+        resume: whether to go on from the newest one, if there is one.
+        seed: the seed asked for, which has to be that of the resumed run; None: any.
     """
 
     folder: Path
@@ -70,12 +70,12 @@ class Keeper:
             self._saved = self._resume(saving) if saving.resume else 0
 
     def before_update(self) -> None:
-        """The optimizer is about to change what may be on its way to the disk."""
+        """Wait for a write that reads the tensors which the optimizer is about to change."""
         if self._saving is not None:
             self._checkpoints.settle()
 
     def after_step(self) -> bool:
-        """A step has ended; returns whether the run is to stop here."""
+        """Save after a step if it is time to; returns whether the run is to stop here."""
         if self._saving is None:
             return False
         found = self._checkpoints.agree(asked.by() is not None)
@@ -86,10 +86,10 @@ class Keeper:
         return found
 
     def close(self) -> None:
-        """The run ends here: save what has not been saved.
+        """End the run: save the last step, if it has not been saved.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         if self._saving is None:
             return

@@ -1,8 +1,8 @@
 """Write the stages of a planned model as ONNX files that run one after another.
 
-    FOLDER/stage_0.onnx   tokens                     -> what the next stage receives
-    FOLDER/stage_1.onnx   that, and inputs of its own -> the model's outputs
-    FOLDER/chain.json     the names that pass between them
+    FOLDER/stage_0.onnx   tokens                                  -> tensors for the next stage
+    FOLDER/stage_1.onnx   these tensors, and inputs of its own    -> the model's outputs
+    FOLDER/chain.json     the names of the tensors that pass between stages
 
 A stage is whole, whatever the tensor-parallel degree: onnxruntime has no collectives. It is in
 evaluation mode, in the dtypes that the model was built with, and for one number of rows: the loss
@@ -41,7 +41,7 @@ from autopipe.util.progress import phase
 
 
 class OnnxStage(NamedTuple):
-    """A stage as a module, with the names and examples of what it takes, and the names it gives."""
+    """A stage as a module, with names and examples of its inputs, and names of its outputs."""
 
     module: fx.GraphModule
     takes: Mapping[str, Tensor]
@@ -62,11 +62,11 @@ def write_stages(
     Args:
         rows: of every input, from 1.
         weights: a checkpoint, as `parallelize` takes it; None: the model's own.
-        seed: of the initialisation, where there are no weights.
+        seed: the seed of the initialisation, if there are no weights.
 
     Raises:
-        AutopipeError: the folder is there already; onnxscript is not installed; the plan is of
-            another model; or torch cannot export an op of it.
+        AutopipeError: the folder exists already; onnxscript is not installed; the plan is for
+            another model; or torch cannot export one of its ops.
     """
     if folder.exists():
         raise AutopipeError(f"{folder} is there already", hint="name a folder that is not")
@@ -105,7 +105,7 @@ def _cut(file: ModelFile, plan: Plan) -> tuple[Trace, Sequence[Stage]]:
 def onnx_stage(
     found: Trace, stage: Stage, states: Mapping[str, Tensor], rows: int, *, last: bool
 ) -> OnnxStage:
-    """A stage as a module that torch can export: no loss, no reads, no inputs that it needs not."""
+    """A stage as a module that torch can export: without loss, reads and unused inputs."""
     graph = found.graph
     lowered = lower(graph, stage, find_blocks(graph), states, None, rows, last=last)
     module = lowered.module
@@ -170,7 +170,7 @@ def _export(stage: OnnxStage, path: Path) -> None:
 
 @contextmanager
 def _quiet() -> Any:
-    """Within, what torch's exporter says of other packages is not heard."""
+    """Within, notes of torch's exporter about other packages are suppressed."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

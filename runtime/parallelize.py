@@ -50,9 +50,9 @@ def parallelize(
         inputs: an example batch to trace with; None: one made from the plan's description.
         loss: as given to `plan`.
         weights: a checkpoint to read this rank's parameters from: a safetensors file, a state_dict
-            that torch.save has written, a folder of either, or of torch.distributed.checkpoint; or
-            a run's checkpoint, or a folder of these, of which it is the newest.
-        seed: of the initialisation and of dropout.
+            that torch.save has written, a folder of either, or of torch.distributed.checkpoint; a
+            run's checkpoint; or a folder of run's checkpoints, of which the newest is read.
+        seed: the seed of the initialisation and of dropout.
         offload: under ZeRO-3, keep parameters, gradients and optimizer state in host memory.
         emitted: a folder that `autopipe emit` has written for this plan: training steps run its
             stages and its programs, as they stand there now.
@@ -60,11 +60,11 @@ def parallelize(
 
     Raises:
         LaunchError: other processes were started than the plan is for.
-        PlanError: the plan was made for another model, whose first node that differs is named, or
-            with another loss.
-        ModelError: the model cannot be captured, or a parameter is not to be had, or has other
-            values on another rank.
-        ScheduleError: the programs in `emitted` would wait for each other, or are not whole.
+        PlanError: the plan was made for another model (names the first node that differs), or with
+            another loss.
+        ModelError: the model cannot be captured; or a parameter's values are missing, or differ
+            between ranks.
+        ScheduleError: the programs in `emitted` would wait for each other, or are incomplete.
     """
     checked = check_plan(plan, loss, emitted)
     plan, sharding = checked.plan, checked.sharding

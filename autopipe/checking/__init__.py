@@ -2,8 +2,8 @@
 
 In: the arguments of `autopipe check`. Out: a comparison, tensor by tensor, of two optimizer steps
 of the split model in real processes on this machine's CPU with those of the user's own module in
-one; the first node that differs. Never found here: a way of its own to plan or to run a model (what is
-checked are `planners.driver` and `runtime`); how a comparison is printed (`cli`).
+one; the first node that differs. Never found here: a way of its own to plan or to run a model
+(`planners.driver` and `runtime` are what is checked); how a comparison is printed (`cli`).
 
 Other rooms use: `check.check_model`, `check.check_plan`, `comparison`,
 `fit.usual_degrees`, `split.run_rank`.

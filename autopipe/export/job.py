@@ -1,4 +1,4 @@
-"""A plan and its words as a launcher needs them: nodes, processes on each, what each one runs."""
+"""Put a plan and a user's words together for a launcher: nodes, processes on each, commands."""
 
 from __future__ import annotations
 

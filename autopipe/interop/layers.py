@@ -18,11 +18,11 @@ class Layers:
     """How the repeated blocks of a model lie over its stages.
 
     Attributes:
-        stages: of each stage its layers, by module path; one that is cut is with the stage that has
-            more of its parameters, the earlier one of two that have equally many.
+        stages: the layers of each stage, by module path; a layer that is cut counts with the stage
+            that has more of its parameters, the earlier one if equal.
         cut: layers of which several stages have a part.
-        others: of each stage the modules outside of layers whose parameters it has first; the model
-            itself is none of them.
+        others: for each stage the modules outside of layers whose parameters it has first, without
+            the model itself.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -56,7 +56,7 @@ def layers_of(plan: Plan) -> Layers:
     A model without repeated blocks has none.
 
     Raises:
-        AutopipeError: ranks take turns at stages of the plan, of which no other tool has a word.
+        AutopipeError: ranks of the plan take turns at stages, which no other tool can express.
     """
     if plan.turns:
         raise AutopipeError(

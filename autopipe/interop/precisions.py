@@ -1,4 +1,4 @@
-"""In which precision another runtime runs a plan, and a sentence where it is not the plan's own.
+"""Choose the precision in which another runtime runs a plan; say so if it is not the plan's own.
 
 plan            a runtime with bf16 and fp32     one with bf16-autocast and fp32
 bf16            bf16                             bf16-autocast

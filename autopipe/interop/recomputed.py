@@ -1,11 +1,11 @@
-"""What of a plan's layers runs again in backward: all, or parts that Megatron-LM has names for.
+"""Tell what runs again in backward of a plan's layers: all, or parts with names in Megatron-LM.
 
     attention                        core_attn    from its first product to its second
     the layer's own norms            layernorm    Megatron's are the one before attention, and the
                                                   one before the MLP
     of an MLP all products but one   mlp          backward does not read what the last one makes
 
-A name is said once, for all layers: what only some of them run again has none.
+A name holds for all layers: ops that only some layers run again have none.
 
 (Megatron-LM core_r0.16, `recompute_modules` in megatron/core/transformer/transformer_config.py; its
 `moe_act`, `moe`, `shared_experts` and `mla_up_proj` are modules that no plan can be known to have.)
@@ -39,11 +39,11 @@ again anyway, and are not told."""
 
 
 class Selected(NamedTuple):
-    """What runs again in blocks that keep the rest.
+    """The ops that run again in blocks that keep the rest.
 
     Attributes:
-        modules: Megatron's names for what does in every layer.
-        left: what has no name, `q_proj and k_proj of 8 blocks` each.
+        modules: Megatron's names for the ops that run again in every layer.
+        left: ops without such a name, as texts: `q_proj and k_proj of 8 blocks`.
     """
 
     modules: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""What a plan decides and another runtime has no words for: the difference, computed.
+"""List the decisions of a plan that another runtime cannot express.
 
-A runtime is a `Vocabulary`; each entry of a plan that it does not cover is a sentence with the
-plan's own figures.
+A runtime is described by a `Vocabulary`. Each decision of a plan that it does not cover becomes a
+sentence with the plan's own figures.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ NONE, ALL, BLOCKS = "none", "all", "blocks"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a runtime can be told.
+    """The decisions that a runtime can express; flags say whether it can.
 
     Attributes:
-        name: of the runtime.
-        pipeline: how many stages there are.
-        uneven: stages of unlike numbers of layers.
-        modules: which modules a stage has, by name.
+        name: the name of the runtime.
+        pipeline: a number of stages.
+        uneven: stages with different numbers of layers.
+        modules: the modules of a stage, by name.
         inside: cuts within a layer.
         tied: a weight that several stages have.
-        schedules: by the names they have here; None: any that can be written down.
+        schedules: the schedules, by autopipe's names; None: any that can be written down.
         zero: the ZeRO stages.
         recompute: `NONE`, `ALL` or `BLOCKS`.
-        selective: that parts of all layers run again, by Megatron-LM's names.
-        tensors: which tensors are dealt out over tensor-parallel ranks.
-        devices: that pipeline ranks have devices of unlike kinds.
-        precisions: of the plan's own words.
-        gradients: the dtypes that it sums gradients in.
-        optimizer: those of what its optimizer changes; fp32: parameters, or their masters.
-        own_model: it runs the user's own model, not a model of its own that is alike.
+        selective: parts of all layers that run again, by Megatron-LM's names.
+        tensors: the tensors that are sharded over tensor-parallel ranks.
+        devices: pipeline ranks on devices of different kinds.
+        precisions: the plan's precisions that it has.
+        gradients: the dtypes in which it sums gradients.
+        optimizer: the dtypes that its optimizer changes; fp32: parameters, or their masters.
+        own_model: whether it runs the user's own model, and not a similar model of its own.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Vocabulary:
 
 
 def unsaid(plan: Plan, words: Vocabulary, layers: Layers) -> tuple[str, ...]:
-    """A sentence for each decision of `plan` that `words` has nothing for."""
+    """A sentence for each decision of `plan` that `words` cannot express."""
     return tuple(map(printable, _sentences(plan, words, layers)))
 
 
@@ -101,7 +101,7 @@ def _sentences(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
 
 
 def _pipeline(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
-    """What it cannot say of the stages and of their order."""
+    """The sentences about stages and their order."""
     pp = plan.mesh.pp
     if not words.pipeline:
         yield f"pipeline parallelism: {count(len(plan.stages), 'stage')} on {pp} ranks"
@@ -137,7 +137,7 @@ def _has(parameters: tuple[str, ...], layer: str) -> bool:
 
 
 def _recomputed(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
-    """What it cannot say of what runs again in backward."""
+    """The sentences about recomputation."""
     left = selected(plan, layers).left if words.selective else map(str, ops_again(plan))
     for ops in left:
         yield f"recomputation of {ops}, of which the rest is kept"
@@ -152,7 +152,7 @@ def _recomputed(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
 
 
 def kinds_of_ranks(plan: Plan) -> list[list[str]]:
-    """Of each rank of a pipeline the kinds of its devices, over replicas and tensor parts."""
+    """For each rank of a pipeline the kinds of its devices, in all replicas and tensor parts."""
     row, sizes = plan.cluster.row, plan.cluster.devices_per_node
     found: list[dict[str, None]] = [{} for _ in range(plan.mesh.pp)]
     for place in plan.mesh.places:

@@ -15,8 +15,8 @@ from autopipe.scaling.sheet import Count, Form, Moment, PlanAt, Point, RankBytes
 
 
 def at(sheet: Sheet, point: Point) -> PlanAt | None:
-    """What a plan takes at a point; None: its batch does not divide so, or into a number of
-    micro-batches that the sheet does not tell of."""
+    """A plan's seconds and bytes at a point; None: the batch does not divide there, or into a
+    number of micro-batches that the sheet lacks."""
     micro_batches, rest = divmod(point.batch, sheet.dp * point.rows)
     count = sheet.counts.get(micro_batches)
     if rest or count is None:

@@ -23,17 +23,17 @@ from autopipe.util import numbers
 
 @dataclass(frozen=True)
 class StageFormulas:
-    """Of one stage what a micro-batch takes, in b, s and w; `schedules.peak_memory.Sizes` has the
-    meanings of the first five sizes.
+    """The formulas of one stage for a micro-batch, in b, s and w; `schedules.peak_memory.Sizes`
+    explains the first five sizes.
 
     Attributes:
         forward, backward: seconds.
         kept, stash, fresh, made, momentary: bytes.
         sends: bytes of each tensor that it sends on, by name.
-        passing: bytes that its loss has for a moment.
+        passing: bytes that exist only within its loss's backward.
         largest: bytes of its largest gradient.
-        added: of that, if it is made beside its sum and is not in `made`.
-        wide: bytes that gradients take more where the optimizer gets them in fp32.
+        added: the same bytes, if that gradient exists beside its sum and is not in `made`.
+        wide: additional bytes of gradients while they are cast to fp32 for the optimizer.
     """
 
     forward: Expression
@@ -59,12 +59,12 @@ def sheet_of(
     """The sheet of a plan.
 
     Args:
-        formulas: of each of its stages.
-        stops: the sizes that it is to tell of.
+        formulas: the formulas of each stage.
+        stops: the sizes for which the sheet has to hold.
         flops: model FLOPs of b rows.
 
     Raises:
-        AutopipeError: at the plan's own sizes it does not say what the plan does.
+        AutopipeError: at the plan's own sizes the sheet's figures differ from the plan's.
     """
     own = plan.batch.micro_batches
     channels = [*dict.fromkeys(_channels(plan))]
@@ -140,7 +140,7 @@ def _sizes(formulas: Sequence[StageFormulas], numbering: Numbering) -> list[Expr
 
 
 def _costed(stages: int) -> dict[Kind, list[Form]]:
-    """What an instruction of each stage takes; half a backward is half of its seconds."""
+    """The costs of each stage's instructions; half a backward takes half of its seconds."""
 
     def each(first: int, times: float) -> list[Form]:
         return [((first + stage, times),) for stage in range(stages)]
@@ -155,7 +155,7 @@ def _costed(stages: int) -> dict[Kind, list[Form]]:
 
 
 def _programs(plan: Plan, micro_batches: int) -> Programs:
-    """The plan's step with so many micro-batches."""
+    """The plan's step with another number of micro-batches."""
     rows = plan.batch.microbatch_rows(plan.mesh.dp) * plan.mesh.dp * micro_batches
     return programs.step(replace(plan, batch=Batch(rows, micro_batches)))
 

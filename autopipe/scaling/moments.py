@@ -1,11 +1,11 @@
-"""What a rank holds at the moments at which it may hold most, as sums of a micro-batch's sizes.
+"""Find the moments at which a rank may hold most, each as a sum of a micro-batch's sizes.
 
     stage 0 of two, 1F1B     2 kept + 3 x        x: a tensor that goes to stage 1
                              2 kept + 2 x + ...  whichever is more, by the sizes
 
-A program's order is fixed, so what it holds at an instruction is a sum of sizes, each so many
-times. Those are read off walks (`schedules.peak_memory`) with one size larger than the others; of
-the moments those stay that no other exceeds in all of their sizes.
+A program's order is fixed, so the bytes held at an instruction are a sum of sizes, each a number of
+times. These numbers come from walks (`schedules.peak_memory`) with one size larger than the others.
+A moment is dropped if another one holds at least as many of every size.
 """
 
 from __future__ import annotations

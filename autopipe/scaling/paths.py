@@ -3,9 +3,9 @@
     step = max(3 F0 + 3 B0 + sum0,  F0 + 3 F1 + 3 B1 + B0 + 2 latency + ...,  ...)
 
 The walk through a plan's programs (`schedules.event_graph`) adds costs and takes the later of two
-times. Here it walks with numbers that remember what they were summed from, at a few points: the
-path that is the longest at each of them is kept. Every one of them is a path whatever the costs, so
-that their largest is never more than the step, and is the step where one of those points is near.
+times. Here it walks, at a few points, with numbers that remember their summands, and keeps the path
+that is the longest at each point. Each of these is a path whatever the costs, so the largest of
+them is never more than the step, and equals the step near any of the points.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class StageStates:
         held: its states, copies of them, and what ZeRO-3 gathers.
         added: its largest gradient, which is made beside the sum that it is added to; none with a
             single micro-batch.
-        passing: what its loss has for a moment; beside the sizes, in b and s.
+        passing: bytes that exist only within its loss's backward; beside the sizes, in b and s.
         bucket: what a sum over ranks copies at the end, or the optimizer gets in fp32, when the
             rest is gone.
     """

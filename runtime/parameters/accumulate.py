@@ -1,16 +1,17 @@
 """Adds the gradients of a micro-batch to a parameter's, as autograd does, without its engine.
 
-    first of a step    .grad = gradient     itself where nobody else has its memory, else a copy
+    first of a step    .grad = gradient     the tensor itself if it shares its memory with no other,
+                                            else a copy
     later ones         .grad += gradient    in place
     then               hooks on the sum     `register_post_accumulate_grad_hook`
 
 The engine does the same, to the bit, in five times the time: it makes an edge and a task for each
-gradient. A gradient of 16 bits is added to a sum in fp32 as it is, which no cast before it could
-make more exact: one kernel in place of two.
+gradient. A gradient of 16 bits is added to a sum in fp32 without a cast before, which is as exact
+and takes one kernel instead of two.
 
-Hooks of `Tensor.register_hook` may change a gradient: where there are any the engine is asked. It
-is also asked for sparse gradients. Hooks on nodes of autograd's graph, as
-`torch.autograd.graph.register_multi_grad_hook` sets them, are not called: no node runs.
+The engine is used for parameters with hooks of `Tensor.register_hook`, which may change a gradient,
+and for sparse gradients. Hooks on nodes of autograd's graph, such as those of
+`torch.autograd.graph.register_multi_grad_hook`, are not called, since no node runs.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def accumulate(parameter: Tensor, gradient: Tensor, *, own: bool = False) -> Non
     """Add to a parameter's gradient, hooks and all; for `torch.no_grad()`.
 
     Args:
-        gradient: of the parameter's shape, perhaps in fewer bits than the sum is.
-        own: whether nobody else has its memory, so that it may become the sum.
+        gradient: has the parameter's shape, and may have fewer bits than the sum.
+        own: whether it shares its memory with no other tensor, so that it may become the sum.
     """
     before, after = tensor_hooks(parameter)
     found = parameter.grad
@@ -46,7 +47,7 @@ def accumulate(parameter: Tensor, gradient: Tensor, *, own: bool = False) -> Non
 
 @cache
 def exact(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether each number of one floating dtype is one of the other, as of bf16 in fp32."""
+    """Whether one floating dtype has every number of another one, as fp32 has those of bf16."""
     return torch.promote_types(narrow, wide) == wide
 
 

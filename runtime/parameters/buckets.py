@@ -1,4 +1,4 @@
-"""Buckets of gradients: those of several parameters are summed over ranks in one go.
+"""Buckets: gradients of several parameters that are summed over ranks together.
 
 On every rank of a group the sums of its buckets begin in one order, whatever order backward takes
 there: a bucket that is ready early waits for those before it ("PyTorch Distributed", Li et al.,
@@ -32,9 +32,9 @@ class BucketQueue:
 
     Args:
         group: the ranks that sum them.
-        names: the parameters that get a gradient on any rank, the first to get it first.
-        parameters: this rank's, by name.
-        used: names that get a gradient here: what is waited for.
+        names: the parameters that get a gradient on any rank, in the order in which they get it.
+        parameters: this rank's parameters, by name.
+        used: the names that get a gradient on this rank; buckets wait for these.
         begin: begins the sum of a bucket.
     """
 
@@ -63,7 +63,7 @@ class BucketQueue:
         return self._number.keys()
 
     def final(self, name: str) -> None:
-        """A gradient is final: begin the sums of the buckets that are ready.
+        """Note that a gradient is final, and begin the sums of the buckets that are ready.
 
         Raises:
             ScheduleError: its sum has begun already.
@@ -81,7 +81,7 @@ class BucketQueue:
         self._begin_up_to(ready)
 
     def end(self) -> None:
-        """Begin the sums that are left; what is final from now on is the next step's."""
+        """Begin the remaining sums; gradients that are final from now on are the next step's."""
         self._begin_up_to(len(self._buckets))
         self._begun = 0
         self._missing = [set(names) for names in self._awaited]
@@ -98,7 +98,7 @@ def agreed(
     parameters: Mapping[str, nn.Parameter],
     used: Collection[str],
 ) -> list[str]:
-    """Those of the names that are in use on any rank of a group; every rank of it calls this.
+    """The names that are in use on any rank of a group; every rank of it calls this.
 
     Raises:
         LaunchError: the ranks of the group hold different parameters.
@@ -111,7 +111,7 @@ def agreed(
 
 
 def unexpected(name: str) -> ScheduleError:
-    """A gradient that the other ranks do not expect."""
+    """The error for a gradient that the other ranks do not expect."""
     return ScheduleError(
         f"parameter {name} has got a gradient in this step, and in none before it: "
         "the sums of the other ranks do not expect it"
@@ -160,7 +160,7 @@ def buckets(
     A parameter larger than that has one for itself.
 
     Args:
-        sent_in: the dtype of what is sent of a parameter.
+        sent_in: gives the dtype in which a parameter's gradient is sent.
     """
     filling: dict[torch.dtype, tuple[list[str], int]] = {}
     for name in names:

@@ -4,8 +4,8 @@
            __0_0.distcp ...   the chunks
 
 torch reads `.metadata` by `pickle.load`, which executes whatever the file says. Here it is
-unpickled with no other names than those that torch itself writes there: what asks for more is
-refused before anything of it runs. Chunks are read by torch, as tensors alone (`weights_only`).
+unpickled with only those names that torch itself writes: a file that asks for another name is
+refused before anything runs. Chunks are read by torch, as tensors only (`weights_only`).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class DistributedFolder:
     """The tensors in such a folder, by the names in it.
 
     Attributes:
-        shapes: of each of them.
+        shapes: the shape of each tensor.
 
     Raises:
-        ModelError: its metadata is none that torch has written.
+        ModelError: torch has not written its metadata.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class DistributedFolder:
 
 
 class _Reader(FileSystemReader):
-    """Torch's own, but for the way in which the metadata is unpickled."""
+    """torch's reader, with a safe way to unpickle the metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What is in the folder."""
@@ -97,10 +97,10 @@ class _Unpickler(pickle.Unpickler):
     """Knows the names that are in metadata, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for.
+        """The object that a name in a pickle stands for.
 
         Raises:
-            UnpicklingError: no metadata has it.
+            UnpicklingError: torch writes no such name into metadata.
         """
         if module.partition(".")[0] == "pathlib":
             return PurePosixPath  # where the folder was once; of whichever system
@@ -133,10 +133,10 @@ def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 @contextmanager
 def _fence(path: Path) -> Iterator[None]:
-    """Within the block torch reads files that may hold anything.
+    """Within, torch reads files that may hold anything.
 
     Raises:
-        ModelError: the block could make nothing of them.
+        ModelError: torch could not read them.
     """
     try:
         yield

@@ -71,12 +71,12 @@ def export(
     """Write the model; every rank calls it.
 
     Args:
-        kept: what this rank has of it.
-        whole: makes a tensor whole, by its first name, together with all ranks that have it.
+        kept: this rank's tensors of the model.
+        whole: makes a tensor whole, by its first name, together with all ranks that have a part.
         world: all ranks of the run; None: this one is alone.
 
     Raises:
-        AutopipeError: a dtype is none of the format's, or the file cannot be written.
+        AutopipeError: the format lacks a dtype, or the file cannot be written.
     """
     mine = place.rank, tuple(kept)
     found: list[Any] = [mine]

@@ -14,13 +14,13 @@ From REDUCE on, a gradient is final when backward has added to it (the other mic
 Parameters go into buckets in reverse order, which is about the order in which backward comes to
 them; a bucket whose gradients are all final is flattened and its sum begins (`buckets`).
 
-What does get a gradient is learnt in the first step, by one small exchange: a parameter that one
-stage uses and another has only tied gets zeros there, one that nobody uses stays without, and none
-of them holds back a bucket.
+Which parameters get a gradient is learnt in the first step, by one small exchange. A parameter that
+one stage uses, and another only shares, gets zeros there; one that no stage uses gets no gradient;
+neither holds back a bucket.
 
-Of a part that runs as it is, as experts by a mask, values decide it: those are asked for in every
-step, and summed behind the others. One that no rank has used stays without, as in one process: an
-optimizer passes over it.
+In a part that runs as it is (experts by a mask) values decide which parameters get a gradient.
+Ranks exchange that in every step, and sum these gradients after the others. A parameter that no
+rank has used gets none, as in one process, and the optimizer skips it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from autopipe.runtime.parameters.buckets import (
 
 
 class Gradients(Protocol):
-    """What a step asks of the way a rank holds its parameters: `GradientSum` whole on every rank,
-    `zero1.OptimizerShards`, `zero2.GradientShards` and `zero3.ParameterShards` in shards."""
+    """The interface of a step to a rank's gradients: `GradientSum` for whole parameters,
+    `zero1.OptimizerShards`, `zero2.GradientShards` and `zero3.ParameterShards` for shards."""
 
     @property
     def rows(self) -> Mapping[str, tuple[int, int]]:
@@ -87,8 +87,8 @@ Reduction = Callable[[Bucket], Callable[[], object]]
 def all_reduce(bucket: Bucket) -> Callable[[], object]:
     """The whole sum on every rank.
 
-    The gradients become views of the bucket, and what they were is let go: a bucket's bytes are
-    held twice only while it is being filled.
+    The gradients become views of the bucket, and their old memory is freed: a bucket's bytes are
+    held twice only while it is filled.
     """
     flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket.parameters])
     sizes = [parameter.numel() for parameter in bucket.parameters]
@@ -107,7 +107,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 @dataclass
 class _Learnt:
-    """What the first step has shown; good for as long as the same parameters are trainable."""
+    """What the first step has learnt; valid as long as the same parameters are trainable."""
 
     trainable: tuple[bool, ...]
     queues: list[BucketQueue] = field(default_factory=list)
@@ -122,8 +122,8 @@ class GradientSum:
         groups: the process group of each name whose parameter stands on other ranks too.
         stages: the names that each stage of this rank uses.
         reduce: how a bucket is summed, and where the sums go.
-        low: of parameters whose gradients are summed in 16 bits that dtype; the optimizer gets
-            them in the parameter's own.
+        low: the dtype of gradients that are summed in 16 bits, by name; the optimizer gets them in
+            the parameter's own dtype.
         varying: names of which one step may have a gradient and another none.
     """
 
@@ -251,7 +251,7 @@ def total_norm(
     """The norm of the whole model's gradients, on every rank.
 
     Args:
-        owned: this rank's `owned_gradients()`, those that count.
+        owned: this rank's `owned_gradients()`.
         group: all ranks of the run; None: this one is alone.
         device: where the ranks' sum is made.
     """
@@ -262,7 +262,7 @@ def total_norm(
 
 
 def multiply(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
-    """Multiply the gradients that there are, in place."""
+    """Multiply gradients in place, leaving out parameters without one."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor)

@@ -8,10 +8,10 @@
 
 fp32 masters of 16-bit parameters are optimizer state. A parameter is shared by the ranks of a stage
 in all data-parallel coordinates, by stages that are tied to each other, and by tensor-parallel
-ranks that each make a part of its gradient. ZeRO-1 deals it out to all of them. ZeRO-2 and 3, which
-exchange something in every micro-batch, deal it out to the replicas of a stage, which run side by
-side: the others of a data-parallel coordinate have copies of the same rows, whose gradients are
-summed once a step.
+ranks that each make a part of its gradient. ZeRO-1 shards it over all of them. ZeRO-2 and 3, which
+exchange rows in every micro-batch, shard it over the replicas of a stage only, since these run side
+by side. Tied stages and tensor-parallel ranks then have copies of the same rows, whose gradients
+are summed once a step.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ class LossScale:
     """The scale of a run: the same on every rank, since all of them see the same overflows.
 
     Attributes:
-        scale: what the seeds of a step's backward are to be multiplied by; a power of two, so that
-            no bit of a gradient changes by it.
-        good_steps: in a row, since the last overflow or growth.
+        scale: the factor of the seeds of a step's backward; a power of two, so that it changes no
+            bit of a gradient.
+        good_steps: good steps in a row since the last overflow or growth.
     """
 
     scale: float = INITIAL
@@ -41,8 +41,8 @@ class LossScale:
     ) -> bool:
         """Divide the gradients by the scale, or drop them all if one on any rank is not finite.
 
-        Once a step, on every rank, after gradients are summed and before they are clipped. A
-        parameter without a gradient is passed over by optimizers: its step counter stays too.
+        Called once a step on every rank, after gradients are summed and before they are clipped. An
+        optimizer skips a parameter without a gradient, step counter included.
 
         Args:
             parameters: those of this rank; of a sharded one this rank's part is looked at.
