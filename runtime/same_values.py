@@ -1,8 +1,8 @@
-"""Every rank that holds a parameter, buffer or constant has to begin with the same values.
+"""Check that ranks which hold the same parameter, buffer or constant begin with equal values.
 
-Each rank builds the model by itself. One that draws numbers nobody has seeded has other weights on
-each rank: replicas would train apart, step by step, and none of it shows in a loss. Ranks compare
-two sums of each tensor, so that the last bit, in which processors may differ, decides nothing.
+Each rank builds the model by itself. A model that draws unseeded numbers has other weights on each
+rank: replicas would train apart, and no loss would show it. Ranks compare a norm and two weighted
+sums of each tensor, with a tolerance for the last bit, in which processors may differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIGURES = 4
 
 
 def signature(tensor: Tensor) -> Tensor:
-    """What ranks compare of a tensor.
+    """The figures of a tensor that ranks compare.
 
     Args:
         tensor: of any shape, layout and dtype.
@@ -48,7 +48,7 @@ def signature(tensor: Tensor) -> Tensor:
 
 
 class SameValues:
-    """Takes down what this rank's tensors are, and compares.
+    """Notes the signatures of this rank's tensors, and compares them with other ranks'.
 
     Args:
         states: all of the model, in an order that all ranks have.
@@ -60,18 +60,19 @@ class SameValues:
         self._at = {name: number for number, name in enumerate(states)}
 
     def note(self, name: str, tensor: Tensor) -> None:
-        """Take down a whole tensor of this rank; one without values is passed over."""
+        """Note a whole tensor of this rank; a tensor without values is skipped."""
         if not (is_fake(tensor) or tensor.is_meta):
             self._mine[self._at[name]] = signature(tensor)
 
     def check(self, world: dist.ProcessGroup | None, ranks: int) -> None:
-        """Compare what ranks have in common; all ranks call it.
+        """Compare the tensors that ranks have in common; all ranks call it.
 
         Args:
             world: the group of all ranks; None: there is one rank.
 
         Raises:
-            ModelError: two have other values of one tensor; on every rank, and names both.
+            ModelError: two ranks have different values of a tensor; raised on every rank,
+                names both.
         """
         if world is None:
             return

@@ -2,7 +2,7 @@
 
     check_plan      a plan, this run's options   ->  CheckedPlan  refused, or its programs
     join            the environment              ->  JoinedRank   a rank among the others
-    trace_planned   the model                    ->  TracedModel  what the plan was made for
+    trace_planned   the model                    ->  TracedModel  its graph, the plan's
     own_part        the trace, the plan's cuts   ->  RankPart     this rank's stages
     own_states      a model, or a checkpoint     ->  ModelStates  this rank's parameters
     connect         the plan's mesh              ->  Transport    sends and receives
@@ -62,14 +62,14 @@ from autopipe.util import host_memory
 
 @dataclass(frozen=True)
 class CheckedPlan:
-    """A plan that this run can carry out, and what is read off it once.
+    """A plan that this run can carry out, and facts derived from it once.
 
     Attributes:
-        plan: with the schedule of the emitted programs, if there are any.
+        plan: the plan, with the schedule of the emitted programs, if there are any.
         compute: the programs of a step without transfers, one per pipeline rank.
         placed: the pipeline rank of each stage.
         sharding: how parameters and nodes lie over tensor-parallel ranks.
-        emitted: the files to run in the place of what is made here.
+        emitted: emitted files to run, instead of stages that are lowered here.
     """
 
     plan: Plan
@@ -86,7 +86,7 @@ class JoinedRank:
     Attributes:
         place: which rank of the plan it is.
         device: where its tensors are.
-        backend: of torch.distributed, for sums over ranks.
+        backend: the backend of torch.distributed for sums over ranks.
         world: the process group of all ranks; None if there is one rank.
         watchdog: is told where this rank is.
     """
@@ -123,10 +123,10 @@ class TracedModel:
 
 
 def check_plan(plan: Plan, loss: Loss | None, emitted: str | Path | None) -> CheckedPlan:
-    """Check the plan against itself, the loss, the emitted files and what this version runs.
+    """Check the plan's own consistency, and that it fits the loss, emitted files and this version.
 
     Raises:
-        PlanError, ScheduleError: it cannot be run; the sentence names the field.
+        PlanError, ScheduleError: the plan cannot be run; the sentence names the field.
     """
     check(plan)
     check_loss(plan, loss)
@@ -162,7 +162,8 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
     """Trace the model in training; no parameter is allocated.
 
     Args:
-        inputs: an example batch, or what makes one of so many rows; None: made from the plan.
+        inputs: an example batch, or a function that makes one of given rows; None: made from the
+            plan.
 
     Raises:
         ModelError: the model cannot be captured, or the example is not what the plan describes.
@@ -206,10 +207,10 @@ def own_states(
 ) -> ModelStates:
     """This rank's parameters, buffers and constants, on its device.
 
-    What forward does not use is in no stage; rank 0 keeps it, as it is a part of the model.
+    Tensors that forward does not use are in no stage; rank 0 keeps them, as parts of the model.
 
     Raises:
-        ModelError: a parameter is not to be had, or has other values on another rank.
+        ModelError: a parameter's values are missing, or differ between ranks.
     """
     same = SameValues(traced.states)
     unused = list(traced.unused) if part.place.rank == 0 else []
@@ -281,9 +282,9 @@ def _device(place: Place) -> torch.device:
 
 
 def _own_rows(same: SameValues, sharding: Sharding, rank: int, name: str, tensor: Tensor) -> Tensor:
-    """What a rank keeps of a parameter: a copy, so that the rest of its memory can go.
+    """The rows of a parameter that a rank keeps: a copy, so that the rest of the memory is freed.
 
-    No parameter yet: one that was read from a file does not know whether it is trained.
+    A plain tensor: weights from a file do not say whether they are trained.
     """
     same.note(name, tensor)
     lies = sharding.states.get(name, I)

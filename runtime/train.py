@@ -41,9 +41,10 @@ it is of those after them, until one has kept its gradients: fp16 often begins w
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run has measured: each stage's worst rank, the median step, and on rank 0 of a traced
-    run the share of a step that each stage's rank did not compute. `stopped`: a signal has ended it
-    early. `gpu`: of the fullest one; None on CPUs."""
+    """The measurements of a run: each stage's worst rank, the median step, and on rank 0, if the
+    run is traced, each stage's bubble. `stopped`: whether a signal has ended the run early.
+    `gpu`: bytes of the fullest GPU; None on CPUs.
+    """
 
     stages: tuple[StagePrediction, ...]
     step_seconds: float
@@ -57,7 +58,7 @@ def optimizer_for(pipe: Pipe, file: ModelFile) -> torch.optim.Optimizer:
     """The file's optimizer for this rank's parameters.
 
     Raises:
-        ModelError: it has other settings for one than that of all parameters of the model.
+        ModelError: its settings for a parameter differ from those for the whole model's parameters.
     """
     make = partial(file.make_optimizer, default=pipe.plan.optimizer)
     # torch's optimizers refuse an empty list: a rank without parameters has one of no elements.
@@ -93,12 +94,11 @@ def train(
         trace: where to write what every rank did when in the last steps, for ui.perfetto.dev.
         epochs: how often to go through the batches; None: once.
         log_every: steps from one line of progress to the next.
-        quiet: no progress.
-        keep_going: even if the loss is no finite number.
-        saving: what to keep of the run, and whether to go on from it; `steps` and `epochs` count
-            from the run's beginning.
-        metrics: where those of every step go, or of every `log_every`th; rank 0 writes them.
-        snapshot: the step of which each rank on a GPU writes what its memory holds.
+        quiet: whether to show no progress.
+        keep_going: whether to go on if the loss is no finite number.
+        saving: the options about checkpoints; `steps` and `epochs` count from the run's beginning.
+        metrics: where metrics of every step, or of every `log_every`th, go; rank 0 writes them.
+        snapshot: the step in which each rank on a GPU writes a memory snapshot.
 
     Raises:
         ModelError: the loss of a step is no finite number: no rank has made its update.
@@ -166,10 +166,10 @@ def train(
 
 @dataclass
 class _Readings:
-    """What this rank has measured so far: bytes in the first steps, seconds in those after them.
+    """This rank's measurements so far: bytes in the first steps, seconds in those after them.
 
-    `steps` are those so far, `kept` is whether one has kept its gradients. `last` and `latest` are
-    the last step's seconds and what its stages took.
+    `steps`: the number of steps so far. `kept`: whether any step has kept its gradients. `last`,
+    `latest`: the last step's seconds, and those of its stages.
     """
 
     pipe: Pipe
@@ -248,7 +248,7 @@ class _Readings:
 
 
 def _gone(losses: Sequence[float]) -> ModelError | None:
-    """What is to be said when the last loss is the first that is no finite number."""
+    """The sentence for a last loss that is the first one not finite."""
     *before, last = losses
     if math.isfinite(last) or not all(map(math.isfinite, before)):
         return None

@@ -1,8 +1,8 @@
-"""Refuses a step of a model in which something else than its calls has changed what it reads.
+"""Refuse a step if other code has changed a value that the model reads and its graph contains.
 
-`model.tau = 0.5` in a script's loop, or `ANNEAL["beta"] = step / 1_000` in `batches`, is a number
-of Python: plain PyTorch reads it in each step, and a graph has it as it was when the model was
-traced. Whether it is in the graph says another trace.
+`model.tau = 0.5` in a script's loop, or `ANNEAL["beta"] = step / 1_000` in `batches`, is a Python
+number: plain PyTorch reads it in each step, while a graph has its value at the time of the trace.
+Another trace shows whether the value is in the graph.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from autopipe.util import seeding
 
 
 class Unmoved:
-    """Looks at what a model reads before each step; what steps themselves change is left alone.
+    """Checks the values that a model reads before each step; changes by steps themselves are fine.
 
     Args:
-        model: as the user has given it.
-        traced: what came of it on this rank.
+        model: the model as the user has given it.
+        traced: its trace on this rank.
     """
 
     def __init__(self, model: Source, traced: TracedModel, loss: Loss | None, plan: Plan) -> None:
@@ -41,15 +41,15 @@ class Unmoved:
 
     @contextmanager
     def step(self, resumed: bool) -> Iterator[None]:
-        """Around each step.
+        """Within, a step runs; values are checked before it.
 
         Args:
             resumed: whether a checkpoint was loaded since the step before, which may have changed
-                what forward writes.
+                tensors that forward writes.
 
         Raises:
-            ModelError: a value that the graph holds is another one by now, or a buffer another
-                tensor; names it.
+            ModelError: a value that the graph contains has changed, or a buffer was replaced; names
+                it.
         """
         if resumed:
             self._note()
@@ -63,7 +63,7 @@ class Unmoved:
         self._note()
 
     def _note(self) -> None:
-        """What has changed so far is no change any more."""
+        """Take the present values as unchanged."""
         self._between.moved()
         self._between.moved_buffers()
 
@@ -80,7 +80,7 @@ class Unmoved:
         )
 
     def _again(self, kept: nn.Module | None) -> str | None:
-        """The first difference of the graph that the model has now; None: there is none.
+        """The first difference of a new trace's graph from the old one; None: there is none.
 
         Args:
             kept: a model of the user's file that has the value.
@@ -100,7 +100,7 @@ class Unmoved:
 
 
 def _of_buffer(moved: MovedValue) -> ModelError:
-    """The error for a buffer that something between two steps has changed, and no run reads."""
+    """The error for a buffer that other code has changed between two steps."""
     if moved.model is None:
         return ModelError(
             f"the buffer {moved.name!r} is another tensor than in the step before, and ranks read "

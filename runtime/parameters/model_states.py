@@ -66,17 +66,17 @@ class ModelStates:
     masks: set[str] = field(default_factory=set)
 
     def in_checkpoint(self, name: str) -> bool:
-        """Whether a run that goes on needs it: what no state dict has the model makes anew, and
-        so as it was before the first step."""
+        """Whether a resumed run needs this tensor. Tensors in no state dict are made anew by the
+        model, with their values before the first step."""
         return in_state_dict(self.specs[name]) or name in self.written
 
     @torch.no_grad()
     def project(
         self, parameters: Mapping[str, Tensor], rows: Mapping[str, tuple[int, int]], rank: int
     ) -> None:
-        """Change parameters as forward does before it reads them (`StateSpec.projection`).
+        """Apply forward's projections to the parameters themselves (`StateSpec.projection`).
 
-        Not masters: forward changes the copies that it reads, which are made anew in every step.
+        Masters are left out: forward projects the copies that it reads, which each step makes anew.
 
         Args:
             parameters: this rank's, or its rows of them, by name.
@@ -182,7 +182,7 @@ class ModelStates:
         return found
 
     def _own(self, name: str) -> Tensor:
-        """What this rank has of a tensor."""
+        """This rank's part of a tensor."""
         return (self.unused if name in self.unused else self.states)[name].detach()
 
     def _whole(self, name: str, master: Master) -> Tensor:

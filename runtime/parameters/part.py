@@ -1,4 +1,4 @@
-"""Which part of a planned model a rank has: its place in the plan, and the stages that stand there.
+"""A rank's part of a planned model: its place in the plan, and its stages.
 
 plan.mesh.places[3]   pp 1, dp 1, tp 0   --placed = (0, 1, 1, 0)-->   stages 1 and 2
 """

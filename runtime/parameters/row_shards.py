@@ -1,12 +1,12 @@
-"""Parameters that stand whole on each rank, and the rows of them that each rank updates.
+"""Parameters that are whole on each rank, and the rows of them that each rank updates.
 
 The rows of a parameter (its first dim) are sharded as torch's `Shard(0)` does it: ceil(rows/n)
-to each rank until there are none left, so the last ranks may have fewer or nothing. A shard is a
-view of the parameter's own memory with all its dims: `p.ndim >= 2`, by which many training scripts
-choose what decays, says of a shard what it says of the parameter.
+to each rank until none is left, so the last ranks may have fewer or none. A shard is a view of the
+parameter's own memory with all its dims: `p.ndim >= 2`, by which many training scripts choose the
+parameters that decay, gives the same for a shard as for the parameter.
 
-Where a parameter is the fp32 master of a 16-bit one, each rank has its own rows of the master, and
-all of what forward reads (`deal`).
+For the fp32 master of a 16-bit parameter, each rank has its own rows of the master, and the whole
+16-bit parameter that forward reads (`deal`).
 
     scatter    gradients, whole, of a bucket    ->  their sums' own rows, added to `.grad` of shards
     gather     own rows, updated                ->  parameters, whole, bucket by bucket
@@ -38,11 +38,11 @@ def own_rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
 def deal(
     master: nn.Parameter, group: dist.ProcessGroup, read: torch.dtype, summed: torch.dtype
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """What a rank has instead of a whole master: what forward reads, whole, and its own rows.
+    """Replace a whole master by the parameter that forward reads, whole, and a rank's own rows.
 
     Args:
-        master: the whole; its memory is free once nobody else holds it.
-        group: the ranks that it is dealt out to.
+        master: the whole master; its memory is freed once nothing else holds it.
+        group: the ranks over which it is sharded.
         read: the dtype that forward reads.
         summed: the dtype of gradients, until the optimizer gets them in the master's.
     """
@@ -63,7 +63,8 @@ class RowShards:
 
     Args:
         parameters: this rank's, by name, in the model's order, which is the same on every rank.
-        groups: the ranks that each parameter is dealt out to; one without a group is its own shard.
+        groups: the ranks over which each parameter is sharded; one without a group is its own
+            shard.
         masters: this rank's rows of the masters of those parameters that `deal` has made, or of
             those that `zero3.in_shards` has.
 
@@ -100,8 +101,7 @@ class RowShards:
     def gather(self) -> None:
         """Fetch the rows that the other ranks have updated; two buckets are held at a time.
 
-        It asks nobody whether there is something to fetch: an update that goes past an optimizer,
-        by `.data`, leaves no trace.
+        It always fetches: an update that bypasses the optimizer, by `.data`, cannot be noticed.
         """
         ends: deque[Callable[[], None]] = deque()
         for group, names in by_group(self.rows, self._groups).items():
@@ -124,7 +124,7 @@ class RowShards:
         return whole
 
     def fetch(self, bucket: Bucket, into: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to gather the shards of a bucket; what it returns fills `into`, whole tensors."""
+        """Begin to gather the shards of a bucket; the returned function fills `into`, whole."""
         table, columns = _table(bucket, into[0].dtype)
         own = table.new_empty(table.shape[1])  # what is behind a rank's rows nobody reads
         for parameter, piece in zip(
@@ -150,9 +150,9 @@ class RowShards:
         return fetch
 
     def scatter(self, bucket: Bucket) -> Callable[[], None]:
-        """Begin to sum a bucket, to each rank its rows; the whole gradients are let go.
+        """Begin to sum a bucket, to each rank its rows; the whole gradients are freed.
 
-        What it returns waits, and adds the rows to the gradients of the shards.
+        The returned function waits, and adds the rows to the gradients of the shards.
         """
         table, columns = _table(bucket, summed_in(bucket.parameters[0]))
         table.zero_()  # a gradient may be missing
@@ -183,7 +183,7 @@ def _in_rows(parameter: nn.Parameter) -> Tensor:
 
 
 def _widths(bucket: Bucket) -> list[int]:
-    """How many elements of each parameter the first rank, which has the most, is dealt."""
+    """The number of elements of each parameter on the first rank, which has the most."""
     ranks = dist.get_world_size(bucket.group)
     shapes = [_in_rows(parameter).shape for parameter in bucket.parameters]
     return [own_rows(shape[0], ranks, 0)[1] * shape[1:].numel() for shape in shapes]

@@ -59,7 +59,7 @@ def read(
         say: takes a line of talk about the names in the file.
 
     Raises:
-        ModelError: it is no file of weights, or a tensor is missing or has another shape.
+        ModelError: the path has no weights, or a tensor is missing or has another shape.
     """
     if path.is_dir() and (path / ".metadata").is_file():
         return _read_distributed(path, graph, names, optional, say)
@@ -154,7 +154,7 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def _state_dict(path: Path, *, zipped: bool) -> Mapping[str, Tensor]:
-    """The tensors in what torch.save has written; those of a zipped one stay on the disk."""
+    """The tensors in a file of torch.save; in a zipped one they stay on the disk until read."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
     except pickle.UnpicklingError as error:
@@ -205,7 +205,7 @@ def _read_distributed(
 def _prefix(
     graph: Graph, names: Sequence[str], keys: Collection[str], known: Sequence[str] = PREFIXES
 ) -> str:
-    """What stands in front of most names."""
+    """The prefix of most names."""
 
     def found(prefix: str) -> int:
         return sum(stored_as(graph, name, keys, prefix) is not None for name in names)
@@ -227,10 +227,10 @@ def check_shapes(
     optional: Collection[str],
     keys: Collection[str] = (),
 ) -> None:
-    """Refuse what is stored in another shape than the model has, or is not there.
+    """Refuse weights that lack a tensor of the model, or have it in another shape.
 
     Args:
-        keys: what is stored, by the names there.
+        keys: the stored tensors, by their stored names.
 
     Raises:
         ModelError: names the tensor; both shapes.

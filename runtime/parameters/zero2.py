@@ -6,8 +6,8 @@
     optimizer         own rows += ...                  the user's own, on `shards()`
     next step         parameter, whole                 all-gather, bucket by bucket
 
-A rank's rows are dealt out over the replicas of its stage, which run the same micro-batches side by
-side: what a stage of another rank shares, or a tensor-parallel rank, has the same rows (`hold`).
+A rank's rows are sharded over the replicas of its stage, which run side by side. Stages of other
+ranks and tensor-parallel ranks that share a parameter have copies of the same rows (`hold`).
 
 Bytes of a rank, with P, O, n and b as under ZeRO-1, G and b of gradients as they are summed:
 
@@ -126,15 +126,15 @@ class GradientShards:
 
 
 class _StageSum:
-    """What one stage makes in one backward, scattered while it is made.
+    """The gradients of one stage in one backward, scattered while they are made.
 
-    What gets a gradient is learnt in the first backward, by one small exchange; until then all that
-    is trainable is waited for, and what gets none holds back the buckets after its own. Where it
-    varies, each backward is as the first one.
+    Which parameters get a gradient is learnt in the first backward, by one small exchange. Until
+    then buckets wait for every trainable parameter, and one without a gradient holds back the
+    buckets after its own. If parameters vary in this, every backward is like the first one.
 
     Args:
-        parameters: those of the stage that are dealt out.
-        group: the ranks that they are dealt out to.
+        parameters: the sharded parameters of the stage.
+        group: the ranks over which they are sharded.
         varying: as of `GradientSum`.
     """
 

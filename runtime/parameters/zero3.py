@@ -4,8 +4,8 @@ are gathered where a stage's code reads them (`stages.gathering`).
     F   ready 0  begin 1  |block 0|  let go 0  ready 1  begin 2  |block 1|  ...
     B   the same from the last block on; gradients are scattered as under ZeRO-2
 
-Between its uses a parameter is a tensor without memory: its storage is empty. So graphs, compiled
-code and hooks hold on to one tensor, whose values come and go.
+Between its uses a parameter is a tensor with an empty storage. So graphs, compiled code and hooks
+can keep one tensor, whose values come and go.
 
 Bytes of a rank, with P, O and n as under ZeRO-1, G and b as under ZeRO-2, U those of the largest
 unit as it is read, T of the units that a stage reads at both ends, such as tied weights:
@@ -55,11 +55,11 @@ def in_shards(
     *,
     offload: bool = False,
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """What a rank has instead of a whole parameter: a tensor without memory, and its own rows.
+    """Replace a whole parameter by a tensor without memory and a rank's own rows.
 
     Args:
-        whole: its memory is free once nobody else holds it.
-        group: the ranks that it is dealt out to.
+        whole: the parameter; its memory is freed once nothing else holds it.
+        group: the ranks over which it is sharded.
         read: the dtype that forward reads.
         summed: the dtype of gradients, until the optimizer gets them in the parameter's.
         offload: keep the rows in the host's memory.
@@ -112,8 +112,8 @@ class GatheredStage:
     """The parameters of one stage, whole while its code reads them; see `gathering.Gatherer`.
 
     Args:
-        held: the rows of `parameters`, dealt out over `group`.
-        units: what is gathered in one go.
+        held: the rows of `parameters`, sharded over `group`.
+        units: the gathered units: parameters that are gathered together.
 
     Attributes:
         most: the most bytes that were gathered at once.
@@ -158,7 +158,7 @@ class GatheredStage:
 
     @contextmanager
     def all(self) -> Iterator[None]:
-        """Within, all units are whole: for code that does not say where it reads which."""
+        """Within, all units are whole, for code that does not mark where it reads them."""
         numbers = range(len(self.units))
         staying = [gathering.Stay(0, 0, unit) for unit in numbers]
         with torch.no_grad():

@@ -37,7 +37,7 @@ _backend: ContextVar[Backend] = ContextVar("backend", default="inductor")
 
 @contextmanager
 def compiled_by(backend: Backend) -> Iterator[None]:
-    """Within, what nobody gives a backend of torch.compile is compiled by this one."""
+    """Within, calls without a backend of their own are compiled by this one of torch.compile."""
     before = _backend.set(backend)
     try:
         yield
@@ -68,7 +68,7 @@ class Compiler:
         return fx.GraphModule(module, _with_islands(module, self))
 
     def island(self, body: fx.Graph, *, writes: bool) -> CallSite:
-        """What calls an island, in the one place where it stands."""
+        """The function that calls an island at its place in the code."""
         code = body.python_code("self").src
         if code not in self._known:
             graph = CompiledGraph(fx.GraphModule(nn.Module(), body), self._backend, writes=writes)
@@ -112,7 +112,7 @@ def _with_islands(module: fx.GraphModule, compiler: Compiler) -> fx.Graph:
 
 
 def _in_order(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Nodes, each followed by those that take one of its results."""
+    """The nodes, each followed directly by the nodes that take one of its several results."""
     for node in nodes:
         if not takes(node):
             yield from _with_takes(node)
@@ -138,7 +138,7 @@ def _writes(node: fx.Node, inside: Collection[fx.Node]) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """What a node is a view of, or one that may be."""
+    """The node of which a node is a view, or may be one."""
     while takes(node) or views(node.target):
         node = node.all_input_nodes[0]
     return node

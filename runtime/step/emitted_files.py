@@ -39,7 +39,7 @@ from autopipe.util import dtypes
 
 @dataclass(frozen=True)
 class Emitted:
-    """What `autopipe emit` has written, as it stands now.
+    """A folder of `autopipe emit`, as it is now.
 
     Attributes:
         plan: the one given; its schedule is that of the folder's programs.
@@ -248,7 +248,7 @@ def _check_states(
 def _check_results(
     path: Path, expected: Sequence[CrossingTensor], module: nn.Module, given: Any, results: Any
 ) -> None:
-    """Refuse to send what the other stage has made no room for."""
+    """Refuse results of another shape or dtype than the receiving stage expects."""
     if not isinstance(results, tuple) or len(results) < len(expected):
         raise PlanError(
             f"{path}: forward gives a {type(results).__name__}; expected a tuple whose first "

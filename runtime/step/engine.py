@@ -1,8 +1,8 @@
 """Computes one stage: forward, and backward in two halves, with the tensors kept between them.
 
-    forward         y = stage(x)                         keeps what backward needs
-    backward_input  dx = what the stage before waits for
-    backward_weight dw += the rest
+    forward         y = stage(x)                keeps what backward needs
+    backward_input  dx                          gradients for the stage before, which waits for them
+    backward_weight dw += ...                   gradients of this stage's parameters
 
 The autograd engine does both halves at once in `backward_input`, as `torch.autograd.backward` must.
 Between forward and backward it holds the *edges* of the outputs, not the outputs: their memory goes
@@ -34,7 +34,7 @@ from autopipe.stages.precision import Arithmetic, computing, current
 
 
 class Engine(Protocol):
-    """What the executor asks of a stage.
+    """The interface of a stage's engine to the executor.
 
     All tensors are on the rank's device. Arguments are what a stage receives, in the order of
     `stage.incoming`, then its inputs of the batch; results are `stage.outgoing`, then the graph's.
@@ -123,7 +123,7 @@ class GatheredEngine:
 
 @dataclass
 class _Flight:
-    """What the joint engine holds of one micro-batch.
+    """The tensors that the joint engine holds of one micro-batch.
 
     `for_input` ends with the parcels that were sent to the host. `bytes` are those counted, of
     which the second half of backward needs `bytes_for_weight`.

@@ -1,4 +1,4 @@
-"""What of a pipe outlives its process: the model as a state dict or a file, and checkpoints."""
+"""Save a pipe's model, as a state dict or a file, and save and load checkpoints."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ class Kept:
     _resumed: bool
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank's optimizer updates, under the model's own names.
-
-        Whole parameters, or under ZeRO this rank's shards of them.
+        """The parameters that this rank's optimizer updates, under the model's own names: whole, or
+        under ZeRO this rank's shards of them.
         """
         yield from self._gradients.shards().items()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers; all ranks' together are the model's.
 
-        A tied tensor has all its names; what forward does not use is with rank 0. Every rank calls
-        it: what is sharded over tensor-parallel ranks, or under ZeRO-1 and 2, is gathered first.
-        Under ZeRO-3 the rest are DTensors, of which each rank has its part. Of parameters that
-        forward reads in 16 bits it has the fp32 masters.
+        A tied tensor has all its names; rank 0 also has tensors that forward does not use. Every
+        rank calls it: tensors that are sharded over tensor-parallel ranks, or under ZeRO-1 and 2,
+        are gathered first. Under ZeRO-3 parameters are DTensors, of which each rank has its part.
+        Parameters that forward reads in 16 bits are given as their fp32 masters.
         """
         self._gradients.gather()
         return self._own.state_dict(self._gradients.master)
@@ -71,7 +70,7 @@ class Kept:
         under any other plan; each rank writes its own part. Either is there whole or not at all.
 
         Raises:
-            AutopipeError: it cannot be written.
+            AutopipeError: the file or the folder cannot be written.
         """
         path = Path(path)
         if path.is_dir() or not path.suffix:
@@ -92,15 +91,15 @@ class Kept:
         """Go on from a checkpoint, made under this plan or any other; every rank calls it.
 
         Args:
-            path: what was given to `save`, of which the newest whole checkpoint is taken, or one
-                of the folders in it.
-            optimizer, scheduler: made as those that were saved; their state is loaded in place.
+            path: the folder given to `save`, of which the newest whole checkpoint is taken, or the
+                folder of one checkpoint in it.
+            optimizer, scheduler: made like those that were saved; their state is loaded in place.
 
         Returns:
-            How many steps the checkpoint is of.
+            The number of steps after which the checkpoint was saved.
 
         Raises:
-            CheckpointError: there is none, none is whole, or it is of another model or optimizer.
+            CheckpointError: there is no whole checkpoint, or it is of another model or optimizer.
         """
         loaded = self.checkpoints(Path(path)).load(self.content(optimizer, scheduler))
         if loaded is None:
@@ -117,13 +116,13 @@ class Kept:
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> Content:
-        """What this rank saves, and loads into."""
+        """This rank's tensors and states, to save or to load into."""
         own = own_tensors(self._rank.part, self._own, self._rank.held)
         names = {name for name in self._own.specs if self._own.in_checkpoint(name)}
         return Content(own, names, dict(self.named_parameters()), optimizer, scheduler)
 
     def values(self) -> dict[str, Any]:
-        """What of this pipe is no tensor, and a checkpoint has."""
+        """The values of this pipe in a checkpoint that are no tensors."""
         scale = self.loss_scale.state_dict() if self.loss_scale is not None else None
         shard = [self.place.dp, self.plan.mesh.dp]
         return {"seed": self.seed, "loss_scale": scale, "shard": shard}

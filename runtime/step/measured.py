@@ -1,4 +1,4 @@
-"""What a step took in each stage of a rank, in the terms in which a plan predicts it.
+"""Measure a step's seconds and bytes in each stage of a rank, in the terms of a plan's prediction.
 
 forward, backward     seconds of a micro-batch
 memory                bytes: parameters, their copies in 16 bits, gradients, optimizer state,
@@ -26,14 +26,14 @@ BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 def stages_of_step(
     rank: Rank, executor: Executor, meter: Meter | None, optimizer: torch.optim.Optimizer | None
 ) -> dict[int, StagePrediction]:
-    """Each stage of this rank, by its index.
+    """The measurements of each stage of this rank, by its index.
 
-    What two stages of a rank share counts with the first.
+    A tensor that two stages of a rank share counts with the first.
 
     Args:
-        executor: what ran the step.
-        meter: counted its bytes; None: activations and transfers are 0.
-        optimizer: has updated the parameters; None: its state is 0 bytes.
+        executor: the executor that ran the step.
+        meter: the meter that counted its bytes; None: activations and transfers are 0.
+        optimizer: the optimizer that updated the parameters; None: its state is 0 bytes.
     """
     found: dict[int, StagePrediction] = {}
     seen: set[str] = set()
@@ -55,7 +55,7 @@ def stages_of_step(
 
 
 def _seconds(stage: Stage, executor: Executor) -> tuple[float, float]:
-    """Of forward and of backward of a micro-batch, the mean over the step's."""
+    """Mean seconds of forward and of backward of a micro-batch in the step."""
     index, seconds = stage.index, executor.seconds
     rounds = sum(i.kind is Kind.FORWARD and i.stage == index for i in executor.program)
     backward = sum(seconds[index, kind] for kind in BACKWARD)

@@ -1,9 +1,9 @@
-"""A batch as a rank sees it: which rows are its own, in micro-batches, and what their losses weigh.
+"""A rank's part of a batch: its rows, its micro-batches, and the weights of their losses.
 
 16 rows, dp 2, 4 micro-batches       replica 0: rows 0-1 2-3 4-5 6-7
                                      replica 1: rows 8-9 10-11 12-13 14-15
 
-Losses weigh alike, but where they are means over labels (`rewriting.label_counts`):
+Losses have equal weights, unless they are means over labels (`rewriting.label_counts`):
 
     labels kept   8 of 8    6 of 8    2 of 8        16 of the batch's 24
     weight        1         0.75      0.25          summed: 2
@@ -11,7 +11,7 @@ Losses weigh alike, but where they are means over labels (`rewriting.label_count
     backward      begins with weight / 3, and gradients are multiplied by 3 / 2 after the step
 
 Every rank knows before the step that there are 3 micro-batches; the 2 is known when the step ends.
-Where no label is left out, all of it is as for any other mean, bit by bit.
+If no label is left out, everything is as for any other mean, bit by bit.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Microbatches:
     """This rank's part of a batch.
 
     Attributes:
-        plan: describes the batch's tensors.
+        plan: the plan, which describes the batch's tensors.
         leaves: the batch as it was given, by path.
         first: the first of its rows that is this rank's.
         rows: of a micro-batch.
         count: how many micro-batches this rank has.
-        sharded: the batch was this data-parallel coordinate's part already.
-        seeds: of a loss over the whole batch, the inputs that are gradients of embeddings, by path
+        sharded: whether the batch was this data-parallel coordinate's part already.
+        seeds: for a loss over the whole batch, the inputs that are gradients of embeddings, by path
             and micro-batch.
     """
 
@@ -65,10 +65,11 @@ class Microbatches:
         return replace(self, first=0, count=self.plan.mesh.dp * self.count)
 
     def inputs(self, stage: Stage, k: int, device: torch.device) -> list[Tensor]:
-        """What a stage takes of micro-batch `k`, [rows, ...] each, on `device`.
+        """A stage's inputs of micro-batch `k`, [rows, ...] each, on `device`.
 
-        Forward may write it in place. All are views of one batch, whose version autograd counts:
-        `data` has one of its own, or a write in one micro-batch would spoil what others keep.
+        Forward may write them in place. All are views of one batch, which share its version for
+        autograd; each gets a version of its own by `data`, or a write in one micro-batch would
+        invalidate tensors that others have saved.
         """
         start = self.first + k * self.rows
         cut = batches.slice_rows(self.plan.inputs, self.leaves, start, start + self.rows)
@@ -123,12 +124,12 @@ def divide(
 
 @dataclass(frozen=True)
 class LossWeights:
-    """The weights of micro-batches' losses, and what the sum of them is divided by.
+    """The weights of micro-batches' losses, and the divisor of their sum.
 
     Attributes:
-        losses: by micro-batch, what its loss weighs; empty: 1 each.
-        counts: by micro-batch, what is summed over the batch; empty: 1 each, or the loss's own.
-        least, more: the sum of counts is divided by as max(sum, least) + more.
+        losses: the weight of each micro-batch's loss; empty: 1 each.
+        counts: the count of each micro-batch; empty: 1 each, or the loss's own.
+        least, more: the divisor is max(sum of counts, least) + more.
     """
 
     losses: Sequence[float] = ()
@@ -137,15 +138,15 @@ class LossWeights:
     more: float = 0.0
 
     def loss(self, k: int) -> float:
-        """What the loss of micro-batch `k` weighs."""
+        """The weight of micro-batch `k`'s loss."""
         return self.losses[k] if self.losses else 1.0
 
     def count(self, k: int) -> float:
-        """What micro-batch `k` adds to the count."""
+        """The count of micro-batch `k`."""
         return self.counts[k] if self.counts else 1.0
 
     def divisor(self, count: float) -> float:
-        """What weighted losses are divided by, from the sum of counts."""
+        """The divisor of weighted losses, from the sum of counts."""
         return max(count, self.least) + self.more
 
 
@@ -156,9 +157,9 @@ class LabelWeights:
     """Weighs a rank's micro-batches by the labels that the loss is a mean over.
 
     Args:
-        labels: of the graph that is run.
-        planned: of the longest rows, whose labels are the unit where replicas have batches of
-            their own: their rows may be of other lengths.
+        labels: the labels of the graph that is run.
+        planned: the labels for the longest rows; they are the unit if replicas have batches of
+            their own, whose rows may have other lengths.
         weighs: whether the rank has the last stage; no other needs the weights.
     """
 
@@ -207,7 +208,7 @@ class LabelWeights:
 
 
 def _check_even(counts: Sequence[tuple[float, ...]], place: str) -> None:
-    """Refuse micro-batches of unequally many labels."""
+    """Refuse micro-batches with different numbers of labels."""
     for k, own in enumerate(counts):
         for count, first in zip(own, counts[0], strict=True):
             if count == first:

@@ -1,4 +1,4 @@
-"""The results of the last stages' micro-batches, put together on every rank: loss and outputs.
+"""Put the results of the last stages' micro-batches together on every rank: loss and outputs.
 
 replica 0, last stage    micro-batches 0, 1  --cat-->  rows 0..3  --+
 replica 1, last stage    micro-batches 2, 3  --cat-->  rows 4..7  --+--> rows 0..7, everywhere
@@ -31,10 +31,10 @@ def mean_loss(
     Every rank calls it, and every rank gets both.
 
     Args:
-        results: of each of its micro-batches, by number, if this rank has the last stage: the loss
-            first, and its count where `counted`.
-        counted: each loss is a sum, over its count; otherwise a mean.
-        tp: how many tensor-parallel ranks give the same micro-batches.
+        results: the results of each of its micro-batches, by number, if this rank has the last
+            stage: the loss, and its count if `counted`.
+        counted: whether each loss is a sum, with a count; otherwise it is a mean.
+        tp: the number of tensor-parallel ranks that have the same micro-batches.
     """
     sums = torch.zeros(2, dtype=torch.float64)
     dtype = torch.float32
@@ -69,10 +69,10 @@ def gathered(
     """The outputs of all micro-batches of all replicas; every rank calls it.
 
     Args:
-        split: traced with outputs.
+        split: the cut model, traced with outputs.
         lasts: the pipeline ranks that take turns at the last stage.
-        micro_batches: how many a replica has.
-        results: this rank's, of each of its micro-batches, if it has the last stage.
+        micro_batches: the number of micro-batches of a replica.
+        results: this rank's results of each of its micro-batches, if it has the last stage.
         world: all ranks of the run; None: this one is alone.
 
     Returns:
@@ -104,7 +104,7 @@ def _joined(parts: Sequence[Tensor], dim: int | None) -> Tensor:
 
 
 def _in_order(shares: Sequence[Tensor], dim: int | None, micro_batches: int) -> Tensor:
-    """What ranks that take turns have of all micro-batches, in the order of these."""
+    """The tensors of ranks that take turns, in the order of micro-batches."""
     ranks = len(shares)
     if ranks == 1:
         return shares[0]

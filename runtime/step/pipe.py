@@ -48,23 +48,23 @@ class Pipe(Kept):
 
     Args:
         rank: this rank's part of the model, its parameters and its transport.
-        own: its tensors under the model's names, with those that forward does not use.
-        watchdog: is told where this rank is.
+        own: its tensors under the model's names, also those that forward does not use.
+        watchdog: is told which step this rank is in.
         world: the process group of all ranks; None if there is one rank.
         evaluation: traces and cuts the model in evaluation on a batch, with its outputs or
             without; called at the first `evaluate` of either kind and of each length.
-        at_length: the same for training, on a batch whose rows have so many tokens, not as planned.
-        seed: of dropout and every other random number of the run.
-        unmoved: is around each step, and may refuse it; told whether the run has been resumed.
+        at_length: the same for training, on a batch whose rows have another length than planned.
+        seed: the seed of dropout and of all other random numbers of the run.
+        unmoved: a context around each step, which may refuse it; told whether the run is resumed.
 
     Attributes:
         device: where this rank's tensors are.
         meter: counts the bytes of the steps that come, if there is one.
-        record: as an `Executor` has it.
-        loss_scale: under fp16.
-        kept: whether the last step's gradients were; not if they overflowed.
-        row_length: tokens of a row in the last step, of all replicas the mean; 0: there are none.
-        steps: how many were made, in this run and in those that it goes on from.
+        record: called for each instruction, as `Executor.record`.
+        loss_scale: the loss scale, under fp16.
+        kept: whether the last step's gradients were kept: not if they overflowed.
+        row_length: tokens of a row in the last step, the mean over replicas; 0: no sequence.
+        steps: the number of steps made, in this run and in the runs that it resumes.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class Pipe(Kept):
         loss on ranks that have the last stage and in float32 on the others.
 
         Afterwards `.grad` of this rank's parameters, on their device, holds the gradient of this
-        batch alone, summed over data-parallel ranks and tied copies; what was in it before is gone.
-        The optimizer may keep it and write to it: the next step lets go of it and makes a new one.
-        If the gradients of an fp16 step overflow, every `.grad` is None: optimizers pass over it.
+        batch alone, summed over data-parallel ranks and tied copies; its earlier content is gone.
+        The optimizer may keep and write it: the next step drops it and makes a new one. If the
+        gradients of an fp16 step overflow, every `.grad` is None, which optimizers skip.
 
         Args:
             batch: the whole batch, the same on every rank; each takes its part.
@@ -249,10 +249,10 @@ class Pipe(Kept):
         is of one number of rows (`rows_fixed`), by that number too.
 
         Args:
-            outputs: whether to give, after the loss, what the model itself gave for the whole
-                batch, on every rank, in host memory: a tensor [rows, ...] in the batch's order, or
-                a dict of such by their paths (`logits`, `extra.0`). One without a dim of rows has
-                a first dim of the micro-batches instead.
+            outputs: whether to return, after the loss, the model's own outputs for the whole batch,
+                on every rank, in host memory: a tensor [rows, ...] in the batch's order, or a dict
+                of such tensors by path (`logits`, `extra.0`). An output without a dim of rows has
+                a first dim of micro-batches instead.
 
         Raises:
             ModelError: as `step`.

@@ -1,4 +1,4 @@
-"""From a rank's part of a model to what runs it: `Rank` -> `Prepared` -> `Executor`.
+"""Prepare a rank's part of a model to run: `Rank` -> `Prepared` -> `Executor`.
 
     Rank      its part, its parameters, its transport     once, by `parallelize`
     Prepared  programs proved, stages lowered             once for each number of rows
@@ -50,7 +50,7 @@ from autopipe.stages.step_programs import step_programs
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank has whatever the batch.
+    """A rank's part, parameters and transport, for any batch.
 
     Attributes:
         part: its place in the plan, and its stages.
@@ -76,7 +76,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a rank runs micro-batches of one number of rows with.
+    """A rank's proved programs and lowered stages, for one number of rows of a micro-batch.
 
     Attributes:
         rows: of a micro-batch.

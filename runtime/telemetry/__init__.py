@@ -1,7 +1,7 @@
-"""A step that was made  ->  what is told of it: on the terminal, in files, to TensorBoard and W&B.
+"""A finished step  ->  its report: on the terminal, in files, to TensorBoard and W&B.
 
-In: a pipe, what it gives of a step, and where the user wants it told. Out: lines, a bar, metrics,
-a trace of the last steps, a snapshot of a GPU's memory.
+In: a pipe, the results of a step, and the destinations that the user asks for. Out: lines, a bar,
+metrics, a trace of the last steps, a snapshot of a GPU's memory.
 
 Never found here: anything that changes a step.
 

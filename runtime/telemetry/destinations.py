@@ -1,4 +1,5 @@
-"""What a run is to write of its steps, checked before long work; without torch, as parents are.
+"""The destinations of a run's metrics, checked before long work; imports no torch, since the
+processes that start ranks load none.
 
 Packages that write them are extras of autopipe's: `pip install 'autopipe[tensorboard]'`, `[wandb]`.
 """
@@ -20,7 +21,7 @@ class Destinations:
     """Where the metrics of a run go.
 
     Attributes:
-        file: of JSON lines, one object a logged step.
+        file: a file of JSON lines, one object a logged step.
         tensorboard: a folder for its event files.
         wandb: a project of W&B's.
     """
@@ -39,11 +40,11 @@ NOWHERE = Destinations()
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """What each GPU's memory holds in one step, a file of each rank.
+    """The snapshot of each GPU's memory in one step, a file of each rank.
 
     Attributes:
-        step: counted from 1, from the run's beginning.
-        folder: the run's.
+        step: the step, counted from 1, from the run's beginning.
+        folder: the run's folder.
     """
 
     step: int
@@ -54,7 +55,7 @@ class MemorySnapshot:
         return self.folder / f"snapshot-rank{rank:05}.pickle"
 
     def told(self, steps: range) -> str:
-        """Where the files of a run are that has made these steps, or that it has none."""
+        """A line on where the files are, or that a run of so many steps has made none."""
         if self.step not in steps:
             last = f", the last was {steps[-1]}" if steps else ""
             return f"--memory-snapshot {self.step}: this run has not made that step{last}"
@@ -68,8 +69,8 @@ def snapshot_of(step: int, folder: Path | None, plan: Plan, steps: int | None) -
     """The snapshot of a step that `--memory-snapshot` asks for.
 
     Args:
-        folder: that `--record` gives.
-        steps: that the run is to make, if that is known.
+        folder: the folder of `--record`.
+        steps: the number of steps that the run is to make, if that is known.
 
     Raises:
         AutopipeError: there is no folder, no GPU or no such step.
@@ -95,10 +96,10 @@ def snapshot_of(step: int, folder: Path | None, plan: Plan, steps: int | None) -
 
 
 def check(to: Destinations, *, resume: bool) -> None:
-    """Refuse, before long work, what cannot be written to.
+    """Refuse, before long work, destinations that cannot be written to.
 
     Args:
-        resume: the run may go on from an earlier one, whose lines the file has.
+        resume: whether the run may go on from an earlier one, whose lines the file has.
 
     Raises:
         AutopipeError: a folder or a package is not there; or the file is of another run.

@@ -1,9 +1,9 @@
-"""What a GPU's memory holds: the most of a run, and in one step what, and who asked for it.
+"""Measure the most bytes of a GPU in a run, and write what its memory held in one step.
 
     run1/snapshot-rank00003.pickle       to be dropped onto https://pytorch.org/memory_viz
 
-Beside `ir.torch_private` the only file with private names of torch: the two that its own page tells
-people to call ("Understanding CUDA Memory Usage", torch_cuda_memory.html of its documentation).
+It uses two private names of torch that torch's own documentation tells people to call
+("Understanding CUDA Memory Usage", torch_cuda_memory.html).
 `torch.cuda.memory_snapshot`, which is public, has the blocks of one moment, not when they came and
 went, and not in that viewer's form.
 """

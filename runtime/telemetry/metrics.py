@@ -1,6 +1,6 @@
-"""What is told of one training step: on the terminal, in a file, to TensorBoard, to W&B.
+"""The metrics of one training step, for the terminal, a file, TensorBoard and W&B.
 
-pipe, batch, seconds   --of_step-->      Metrics without what ranks have to ask each other for
+pipe, batch, seconds   --of_step-->      Metrics, without figures that need other ranks
 this rank's figures    --over_ranks-->   the mean rank's bubble, the fullest rank's bytes
 """
 
@@ -25,17 +25,17 @@ class Metrics:
     Attributes:
         step: its number; the first one is 1.
         loss: the mean over the batch.
-        seconds: of the step with its update, without the wait for its batch.
-        rows_per_second, tokens_per_second: of all devices; tokens are those that the plan counts.
+        seconds: seconds of the step with its update, without the wait for its batch.
+        rows_per_second, tokens_per_second: of all devices together; tokens as the plan counts them.
         mfu: the plan's model FLOPs, for the rows of this step, over what all devices could do at
             their peak in these seconds.
         bubble: the share of the step, before its update, for which the mean rank did not compute.
             None on GPUs, where the host's times are those of queueing.
-        peak_bytes: of the fullest rank when it is fullest, as counted in the run's first steps:
-            `Memory.seen`.
-        learning_rate: of the update; where parameters have several, the first of rank 0's.
-        grad_norm: of all gradients together, before they were clipped; where they are clipped.
-        loss_scale: under fp16, after the step: half of the one before if gradients overflowed.
+        peak_bytes: the most bytes of the fullest rank, as counted in the run's first steps
+            (`Memory.seen`).
+        learning_rate: that of the update, of rank 0's first parameter group.
+        grad_norm: the norm of all gradients together before clipping; None if nothing is clipped.
+        loss_scale: under fp16, the scale after the step: halved if gradients overflowed.
     """
 
     step: int

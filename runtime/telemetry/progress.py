@@ -1,4 +1,4 @@
-"""What a run says of its steps on the terminal: a bar, or a line now and then."""
+"""Show a run's steps on the terminal: a bar, or a line now and then."""
 
 from __future__ import annotations
 

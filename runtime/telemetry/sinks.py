@@ -2,8 +2,8 @@
 
     Destinations  --opened-->  a function of Metrics, on the one rank that writes
 
-No sink ends a run: one that fails is told of once, and gets nothing more. W&B takes its key from
-where the user has left it (`wandb login`, its environment); nothing here reads one.
+No sink ends a run: one that fails is reported once, and gets nothing more. W&B finds its key where
+the user has left it (`wandb login`, the environment); nothing here reads a key.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def opened(
 
 
 def _figures(metrics: Metrics) -> dict[str, int | float]:
-    """What is drawn over the steps."""
+    """The figures that become curves over the steps."""
     return {name: figure for name, figure in metrics.known().items() if name != "step"}
 
 
