@@ -60,7 +60,7 @@ MISTAKE = 2
 """The exit code of a rank that has refused what it was given, and said why."""
 
 Spawn = Callable[[int, Sequence[str]], int]
-"""Runs `autopipe` with these arguments in so many processes; the first code that is not 0."""
+"""Runs `autopipe` with some arguments in a number of processes; returns the first nonzero code."""
 
 Made = Callable[[Smaller, Degrees, str | None], Plan]
 """Plans a model made smaller for a smaller mesh, in a precision; None: in the one asked for."""

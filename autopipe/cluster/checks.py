@@ -1,4 +1,4 @@
-"""Which figures of a cluster a machine can have; others are refused by their place in it."""
+"""Refuse figures of a cluster that no machine can have, by their place in the file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_units(cluster: Cluster) -> None:
 
 
 def _parts(cluster: Cluster, path: str) -> Iterator[tuple[str, Device | Link]]:
-    """Its devices and links, each with its path, in the order of a file."""
+    """A cluster's devices and links, each with its path, in the order of a file."""
     for i, node in enumerate(cluster.nodes):
         here = f"{path}.nodes[{i}]"
         for j, group in enumerate(node.groups):
@@ -142,7 +142,7 @@ LEAST_LINK = 1e5
 
 
 def _fast(place: str, rate: float, least: float = LEAST_RATE) -> None:
-    """Refuse a rate that is too low; 0 stands for one that nobody has said."""
+    """Refuse a rate that is too low; 0 stands for an unknown one."""
     if 0 < rate < least:
         text = f"{least:.0e}".replace("e+0", "e")
         raise PlanError(f"{place}: expected at least {text} a second, found {rate:g}")

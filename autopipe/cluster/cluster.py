@@ -83,8 +83,8 @@ class Device:
         kernels: ops by name that are neither as fast as their bytes nor as a matmul; on a CPU a
             tanh computes for longer than it reads.
         rough: figures that are only roughly so, each with the reason.
-        host: bytes a second between its memory and that of its host, in one direction, beside what
-            it computes; 0: nobody has said, or they are the same.
+        host: bytes a second between its memory and that of its host, in one direction, while it
+            computes; 0: unknown, or the two memories are the same.
     """
 
     kind: str
@@ -100,7 +100,7 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """All that is no CPU is one: what datasheets name, and what was measured as none."""
+        """Whether it is a GPU: everything is but what was measured as a CPU."""
         return self.kind != "cpu"
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class NodeGroup:
 
     Args:
         site: the number of the place they stand at.
-        within: the link between their devices, where it is not the cluster's.
+        within: the link between their devices, if it differs from the cluster's.
     """
 
     count: int
@@ -172,12 +172,12 @@ class Cluster:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether some device is one."""
+        """Whether some device is a GPU."""
         return any(device.is_gpu for device in self.devices)
 
     @property
     def all_gpus(self) -> bool:
-        """Whether each device is one."""
+        """Whether every device is a GPU."""
         return all(device.is_gpu for device in self.devices)
 
     @property
@@ -192,7 +192,7 @@ class Cluster:
         ]
 
     def link_of(self, node: NodeGroup) -> Link:
-        """What joins the devices of a node."""
+        """The link between the devices of a node."""
         return node.within or self.within
 
     @property
@@ -231,10 +231,10 @@ class Cluster:
 
 
 def left_of(cluster: Cluster, nodes: Sequence[int]) -> Cluster:
-    """The cluster when so many nodes, with so many devices each, are left of it.
+    """The rest of a cluster, if the remaining nodes have these numbers of devices.
 
-    Each is taken for the first of the cluster's nodes that has as many devices and is not taken
-    yet; where there is none, for its first devices, or for more of its last one.
+    Each remaining node is matched with the first unmatched node of the cluster that has as many
+    devices; if there is none, it gets the cluster's first devices, or more of its last one.
     """
     row = [node for node in cluster.nodes for _ in range(node.count)]
     found = []

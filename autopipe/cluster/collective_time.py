@@ -29,7 +29,7 @@ from autopipe.cluster.cluster import Cluster, Link
 class Level(NamedTuple):
     """`ranks` that exchange over links of one kind, each for all ranks of the levels below it.
 
-    `shared`: what all ranks of one place send at once goes over one wire.
+    `shared`: whether all ranks of one place send over one wire.
     """
 
     ranks: int
@@ -55,7 +55,7 @@ def all_reduce(size: float, levels: Levels, streams: int = 1) -> float:
     """Seconds in which `size` bytes are summed over all ranks of the levels.
 
     Args:
-        streams: so many groups do it at the same time, side by side: they share shared links.
+        streams: the number of groups that sum at the same time, side by side, over shared links.
     """
     return _ringed(size, levels, streams, 2, lambda link: link.summing)
 
@@ -89,8 +89,8 @@ def gradient_sum(size: float, levels: Levels, streams: int, zero: int, copying: 
 
 
 def half_sum(size: float, levels: Levels, streams: int, copying: float) -> float:
-    """Seconds of one half of that under ZeRO-1, as ZeRO-2 has them apart: of `size` bytes of
-    gradients that a backward scatters, or of parameters that are gathered."""
+    """Seconds of one half of ZeRO-1's exchange, as under ZeRO-2: scattering `size` bytes of
+    gradients in a backward, or gathering `size` bytes of parameters."""
     if not levels:
         return 0.0
     return all_gather(size, levels, streams) + _COPIES[1] / 2 * size / copying
@@ -118,9 +118,9 @@ class Topology:
     """Where devices stand, and the links that join them.
 
     Args:
-        nodes, sites: of each device the number of its node and of its site.
-        within: of each node.
-        between, across: as `Cluster` has them.
+        nodes, sites: for each device the number of its node and of its site.
+        within: the link within each node.
+        between, across: the links of `Cluster`.
     """
 
     nodes: tuple[int, ...]
@@ -131,7 +131,7 @@ class Topology:
 
     @staticmethod
     def of(cluster: Cluster) -> Topology:
-        """That of a cluster's devices."""
+        """The topology of a cluster's devices."""
         nodes: list[int] = []
         sites: list[int] = []
         within: list[Link] = []
@@ -143,16 +143,16 @@ class Topology:
         return Topology(tuple(nodes), tuple(sites), tuple(within), cluster.between, cluster.across)
 
     def at(self, devices: Sequence[int]) -> Topology:
-        """That of some of the devices."""
+        """The topology of some of the devices."""
         nodes, sites = ([row[device] for device in devices] for row in (self.nodes, self.sites))
         return replace(self, nodes=tuple(nodes), sites=tuple(sites))
 
     def pair(self, one: int, other: int) -> Level:
-        """What joins two devices."""
+        """The link between two devices."""
         return self.farthest([one, other])
 
     def levels(self, devices: Sequence[int]) -> Levels:
-        """How a group of devices exchanges: by level where levels are filled evenly, else flat."""
+        """The levels over which a group of devices exchanges; one flat level if uneven."""
         if len(devices) == 1:
             return ()
         by_node = Counter(self.nodes[device] for device in devices)

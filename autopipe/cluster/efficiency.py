@@ -11,7 +11,7 @@ Each constant says where it comes from: measured by others, fitted to published 
 from __future__ import annotations
 
 MATMUL_SHARE = 0.8
-"""Share of the peak that large matmuls reach, where nobody has measured it.
+"""Share of the peak that large matmuls reach, if it has not been measured.
 
 Where others have, `Datasheet.matmul_share` has their share, in bf16 and for all dtypes:
 https://github.com/stas00/ml-engineering/tree/master/compute/accelerator, table of maximum

@@ -1,4 +1,4 @@
-"""What has been measured of a machine, figure by figure, and the cluster that it makes.
+"""Measured figures of a machine, and the cluster that follows from them.
 
     Need            figures()          Record                   cluster_of
     dtypes   --->   fp32, memory,  --> fp32: 36e9, 22      -->  Device, Link
@@ -55,10 +55,10 @@ WHOLE = 2**24
 
 @dataclass(frozen=True)
 class Need:
-    """What the costs of a model ask of a machine.
+    """The figures of a machine that the costs of a model need.
 
     Args:
-        dtypes: of matrix products, in the words of `Device.flops`.
+        dtypes: dtypes of matrix products, in the words of `Device.flops`.
         kernels: names of ops, in the words of `Device.kernels`; unknown ones are left out.
     """
 
@@ -66,7 +66,7 @@ class Need:
     kernels: tuple[str, ...]
 
     def __or__(self, other: Need) -> Need:
-        """What either asks."""
+        """The figures that either need has."""
         dtypes, kernels = {*self.dtypes, *other.dtypes}, {*self.kernels, *other.kernels}
         return Need(tuple(sorted(dtypes)), tuple(sorted(kernels)))
 
@@ -89,7 +89,7 @@ class Found:
             messages             latency and bytes a second
             collectives          seconds in which `WHOLE` bytes are summed, and are gathered
 
-        rough: why it is only roughly so, or why there are no values; empty: it is not.
+        rough: why the figure is rough, or why it has no values; empty: it is exact.
     """
 
     values: tuple[float, ...]
@@ -113,7 +113,8 @@ class Record:
 def figures(need: Need, processes: int, gpus: bool) -> tuple[str, ...]:
     """The names of the figures that answer a need, in the order in which they are measured.
 
-    On a GPU ops are as fast as their bytes, and a process alone has nobody to send to.
+    On a GPU ops are as fast as their bytes, so kernels need no figures; a single process needs no
+    figures of messages.
     """
     dtypes = [dtype for dtype in DTYPES if dtype in need.dtypes or dtype == DTYPES[0]]
     kernels = [kernel for kernel in KERNELS if kernel in need.kernels and not gpus]

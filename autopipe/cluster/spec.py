@@ -4,7 +4,7 @@
 
 A100-80GB    2x8xA100-80GB    2xA100-80GB+4xA100-40GB    4x1x2xA100-80GB@30ms,1Gbit/s
 
-Of this machine it only says how many processes: local:4, or cpu:4 for its processor.
+For this machine a line only gives the number of processes: local:4, or cpu:4 for its processor.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def parse(spec: str) -> Cluster | LocalSpec:
 
 
 def _from_file(path: Path) -> Cluster:
-    """The cluster in a file; what is wrong in it is answered with where to find a right one."""
+    """The cluster in a file; an error's hint says where to find a correct one."""
     try:
         cluster = codec.load(Cluster, path, root="cluster")
         check(cluster)
@@ -201,7 +201,7 @@ def _known_kind(spec: str, term: str, asked: str) -> str:
 
 
 def _meant(term: str) -> str | None:
-    """What a term was probably to say, as a question with the right form; None: nobody knows."""
+    """The probable meaning of a wrong term, as a question with the right form; None: unknown."""
     here = re.fullmatch(r"(?:(\d+)\s*[x*]?\s*)?(local|cuda|gpu|cpu)[a-z]*\W*(\d*)", term, re.I)
     number = re.fullmatch(r"\d{1,2}", term)
     if here is not None or number is not None:

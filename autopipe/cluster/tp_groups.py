@@ -1,8 +1,8 @@
 """Groups a cluster's devices into tensor-parallel groups of tp devices, on one node where possible.
 
 Tensor-parallel ranks communicate in every layer, so a group should stay on the fastest link: on one
-node where a node has so many devices, else at one site, else anywhere. Devices that nodes leave
-over are idle, or make groups over several nodes where more are wanted.
+node if a node has tp devices, else at one site, else anywhere. Devices that are left over on nodes
+stay idle, or make groups over several nodes if more groups are wanted.
 
     node       0         1
     device     0  1  2   3  4  5
@@ -39,7 +39,7 @@ def tp_groups(cluster: Cluster, tp: int, wanted: int = 1) -> list[TpGroup]:
     """The groups of `tp` devices, the nearest first and of those in rank order.
 
     Args:
-        wanted: so many, if there can be; of groups within nodes there are always as many as can be.
+        wanted: the number of groups, if possible; there are never fewer than fit within nodes.
     """
     row = cluster.row
     if tp == 1:
@@ -85,11 +85,10 @@ def nominal(device: Device) -> tuple[float, float]:
 
 
 def slowest_kind(of: Iterable[TpGroup], seconds: Callable[[Device], Any] = nominal) -> GroupKind:
-    """The device that takes longest of all and the link over which a message does; there need be
-    no group that has both.
+    """The slowest device, and the link with the slowest message; they need not be of one group.
 
     Args:
-        seconds: that a device takes for what is to be done.
+        seconds: gives a device's seconds for the work.
     """
     kinds = distinct(of)
     device = kinds[0].device

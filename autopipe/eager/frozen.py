@@ -18,7 +18,7 @@ VALUES = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 FIXED = (type, FunctionType, BuiltinFunctionType, ModuleType)
-"""What is the same if it is the same object: nobody changes a function by using it."""
+"""Types whose values are compared by identity: using a function does not change it."""
 
 
 def frozen(value: Any, *, deep: bool = True) -> Hashable:

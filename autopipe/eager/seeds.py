@@ -17,7 +17,7 @@ from autopipe.frontend import user_lines
 from autopipe.ir.torch_private import TorchDispatchMode
 
 SEED = int.from_bytes(b"autopipe")
-"""Of torch's generator while a model is looked at. A model that seeds does so with another one."""
+"""The seed of torch's generator during a watched run: one that no model is likely to set itself."""
 
 
 @contextmanager

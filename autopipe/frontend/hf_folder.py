@@ -32,7 +32,7 @@ from autopipe.frontend.construct import build_fake
 SCHEME = "hf:"
 
 LENGTH = 1024
-"""Tokens of a row where nobody says, or as many as the model has places for."""
+"""Tokens of a row by default, or as many as the model has positions for, if fewer."""
 
 IMAGE = 224
 """Pixels of a side of an image where the configuration does not say."""

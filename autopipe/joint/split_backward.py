@@ -255,8 +255,8 @@ class Division:
     def halves(self) -> tuple[Half, Half]:
         """The two halves, each with the bytes that it frees.
 
-        If they are not compiled, what they make counts as autograd's does, of which nobody looks at
-        every call: what runs again, here; the largest of the rest by `planners.costs.stage_memory`.
+        If they are not compiled, their made bytes count as in autograd, which is not looked at call
+        by call: ops that run again, here; the largest gradient, in `planners.costs.stage_memory`.
         """
         how = self.compiled, not self.compiled
         graph = self.graph

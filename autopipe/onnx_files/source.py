@@ -14,7 +14,7 @@ from autopipe.errors import ModelError
 from autopipe.onnx_files.module import FileInput, OnnxModule, from_onnx
 
 WORDS = 2
-"""Integers of an example are less than this: a table has at least so many rows."""
+"""A bound on an example's integers, which have to be below the rows of any table."""
 
 LENGTH = 16
 """Of a dim that varies, beside the rows."""

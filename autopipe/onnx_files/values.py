@@ -28,7 +28,7 @@ Value: TypeAlias = Tensor | Sizes | None
 """None: an optional input that is not given."""
 
 MOST_SIZES = 64
-"""Constants of integers that have at most so many entries, in one dim or none, may be sizes."""
+"""Entries up to which a constant of integers, in one dim or none, may be sizes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class NodeOf:
         op: its op's name.
         where: for messages: the file, the node's name and its op.
         attributes: as `onnx.helper.get_attribute_value` gives them, text decoded.
-        outputs: how many results it has, those that nobody names included.
+        outputs: the number of its results, unnamed ones included.
         version: of the op set of the file.
     """
 

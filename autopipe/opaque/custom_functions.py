@@ -119,7 +119,7 @@ def as_ops() -> Iterator[None]:
 
 
 _APPLY = vars(torch.autograd.Function)["apply"]
-"""What applies a Function where nobody has put anything in its place."""
+"""torch's own `apply`, before any replacement."""
 
 
 def as_written() -> AbstractContextManager[object]:

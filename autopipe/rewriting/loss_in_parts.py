@@ -18,7 +18,7 @@ from autopipe.rewriting.logits import OF_ROWS, Head, heads
 from autopipe.sharding.vocabulary_loss import LOSS, wide
 
 WIDTH = 8192
-"""Columns of a part where nobody says how many parts: enough for an efficient product."""
+"""Columns of a part by default: enough for an efficient product."""
 
 
 def usual_parts(graph: Graph) -> int:

@@ -99,7 +99,7 @@ def _filled(flow: Dataflow, root: Value, writers: Sequence[int]) -> tuple[list[s
 
 
 _BLANK = frozenset("empty new_empty empty_like zeros new_zeros zeros_like".split())
-"""Ops whose values nobody sees once all of the result is written."""
+"""Ops whose values do not matter if the whole result is overwritten."""
 
 
 def _copied(flow: Dataflow, root: Value, position: int) -> tuple[Node, Value] | None:

@@ -45,11 +45,11 @@ from autopipe.util.seeding import of_draws, of_hashes
 class Split:
     """A traced model cut into stages.
 
-    `once` has each stage once, `stages` each as often as ranks of a pipeline take turns at it,
-    which `turns` says; nothing: one each. `whole` is the loss of the whole batch, if the plan's
-    loss is over it: then the graph is that of `WholeLoss.rows`. `labels`: it is a mean over them.
-    `plain` is the same with all tensors sent whole, if some go in parts; those to the stages of
-    `in_parts`, counted once, do.
+    `once` has each stage once; `stages` has it once for each rank that takes turns at it, by
+    `turns` (empty: one each). `whole` is the loss of the whole batch, if the plan's loss is over
+    it: then the graph is that of `WholeLoss.rows`. `labels`: the labels over which the loss is a
+    mean. `plain` is the split with all tensors sent whole, if some go in parts: those to the stages
+    of `in_parts` (numbers of `once`) do.
     """
 
     trace: Trace
@@ -104,7 +104,7 @@ def cut_as_planned(
     *,
     length: int | None = None,
 ) -> Split:
-    """As `split_as_planned`, of a model that is known to be the plan's.
+    """`split_as_planned` for a model that is known to be the plan's.
 
     Args:
         length: the plan's tokens of a row, if the sequence is a symbol.
@@ -253,7 +253,7 @@ def check_loss(plan: Plan, loss: Loss | None) -> None:
 
 
 class Dealt(NamedTuple):
-    """What one of `ranks` tensor-parallel coordinates runs.
+    """The graph that one of `ranks` tensor-parallel coordinates runs.
 
     Attributes:
         whole, labels: as `Split` has them.
@@ -280,7 +280,7 @@ def dealt_out(
     *,
     length: int | None = None,
 ) -> Dealt:
-    """What tensor-parallel coordinate `tp` runs.
+    """The graph that tensor-parallel coordinate `tp` runs.
 
     Args:
         length: as `cut_as_planned` has it.

@@ -1,8 +1,8 @@
-"""A rehearsal: all stages of a partition run once, forward and backward, on tensors without memory.
+"""The dry run: rehearse all stages of a partition once, forward and backward, without memory.
 
-It gives what no formula gives exactly: the bytes each stage keeps for backward and makes in it, and
-how the tensors that cross a cut look (dtype, strides, whether a gradient comes back, and in which
-strides). Layout is part of the result: a reduction over the same values in another layout
+It gives exactly what formulas do not: the bytes that each stage keeps for backward and makes in it,
+and the looks of the tensors that cross a cut (dtype, strides, whether a gradient comes back, and in
+which strides). Layout is part of the result: a reduction over the same values in another layout
 adds in another order.
 """
 
@@ -56,21 +56,21 @@ class Rehearsal:
     """The crossing tensors, and bytes per stage.
 
     Attributes:
-        saved: what one micro-batch keeps from forward to backward. Parameters, buffers, the batch
-            and received tensors are not among it, nor copies in low precision.
-        made: how much more than `saved` is held at the fullest moment of a backward, by blocks that
-            run again or by all that compiled graphs make (`joint.fullest_call`).
+        saved: bytes that one micro-batch keeps from forward to backward, without parameters,
+            buffers, the batch, received tensors, and copies in low precision.
+        made: bytes held beyond `saved` at the fullest moment of a backward, by blocks that run
+            again or by all that compiled graphs make (`joint.fullest_call`).
 
                 saved   |#### args of 4 blocks ####|## rest ##|
                         |#### args of 4 blocks ####|      <- the rest is gone
                                           + |##### block 3 again #####|
                                                        |-----|  made
 
-        momentary: how much more than `saved` is held at that of a forward. A branch without a
-            gradient, as a prediction for a mask, keeps what ops save until its results are gone.
-        stash, fresh: where backwards are split, what is held between the two halves, and what of it
-            the first half has made (`joint.split_backward_layouts`); nothing otherwise.
-        compiled: whether the backward of each stage runs as compiled graphs; nothing: none does.
+        momentary: bytes held beyond `saved` at the fullest moment of a forward. A branch without a
+            gradient (a prediction for a mask) keeps saved tensors until its results are freed.
+        stash, fresh: for split backwards, bytes held between the halves, and those of them that the
+            first half has made (`joint.split_backward_layouts`); otherwise empty.
+        compiled: for each stage whether its backward runs as compiled graphs; empty: none does.
     """
 
     boundaries: Mapping[Ref, CrossingTensor]
@@ -118,8 +118,8 @@ def rehearse(
     Args:
         gradients: False for an evaluation graph: forward alone, nothing is kept.
         recompute: paths of the blocks that run again in backward, of all stages.
-        precision: what matrix products are computed in.
-        known: what earlier rehearsals of this graph have learnt, and this one adds to.
+        precision: the dtype of matrix products.
+        known: results of earlier rehearsals of this graph; this one's are added.
 
     Raises:
         PlanError: a block to recompute would not do the same again.
@@ -145,7 +145,7 @@ Known = dict[Hashable, Any]
 
 @dataclass(frozen=True)
 class _Forward:
-    """What the forward of a kind of stage gave: of each outgoing tensor its look."""
+    """The forward of a kind of stage: the look of each outgoing tensor."""
 
     made: tuple[tuple[CrossingTensor, bool], ...]
     saved: int
@@ -154,7 +154,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Live:
-    """A forward that has been run, and its one backward not yet."""
+    """A forward that has been run, before its only backward."""
 
     gradients: tuple[list[Tensor], ...]
     results: tuple[Tensor, ...]
@@ -166,8 +166,8 @@ class _Live:
 class _Rehearsing:
     """One rehearsal; `unused` are arrivals to which no gradient flows back.
 
-    They are known only after the backward: a tensor may cross to be detached. With them known, what
-    leads to them alone keeps nothing for backward, as in the whole model.
+    They are known only after the backward, since a stage may detach a tensor that it receives. Once
+    they are known, ops that lead only to them save nothing, as in the whole model.
 
     A stage of a kind that has been run, on tensors that look the same, is not run again.
     """
@@ -230,7 +230,7 @@ class _Rehearsing:
         return stage.index == len(self.stages) - 1
 
     def _received(self, stage: Stage) -> Hashable:
-        """How the tensors look that a stage receives."""
+        """The looks of the tensors that a stage receives."""
         found = ((self.boundaries[ref], stage.index) for ref, _ in stage.receives)
         return tuple((b.shape, b.strides, b.dtype, to in b.gradients) for b, to in found)
 
@@ -305,7 +305,7 @@ class _Rehearsing:
 def _backward(
     live: _Live, sent: Sequence[CrossingTensor]
 ) -> tuple[int, tuple[Strides | None, ...]]:
-    """One backward: what it holds more than the forward kept, and the strides of its gradients."""
+    """One backward: the bytes that it holds beyond `saved`, and the strides of its gradients."""
     if live.loss is not None:
         roots = [live.loss] if live.loss.requires_grad else []
         seeds = [torch.ones_like(root) for root in roots]
@@ -323,7 +323,7 @@ def _backward(
 
 
 def _summed(boundary: CrossingTensor) -> Tensor:
-    """The gradient of a crossing tensor: those of the later stages first, as the runtime adds."""
+    """The sum of a crossing tensor's gradients, later stages first, as in the runtime."""
     takers = sorted(boundary.gradients, reverse=True)
     parts = [
         torch.empty_strided(boundary.shape, boundary.gradients[taker], dtype=boundary.dtype)

@@ -1,14 +1,14 @@
-"""Where a stage's code gathers parameters under ZeRO-3, and where it lets go of them.
+"""Add calls to a stage's code that gather parameters under ZeRO-3, and free them.
 
-A *unit* is gathered in one go: the parameters that the same parts of a stage read, such as those of
-a block. Code that runs in one piece, a forward or a half of a backward, has a unit whole from the
-part that reads it first to the one that reads it last; meanwhile the next one is on its way:
+A *unit* is gathered at once: the parameters that the same parts of a stage read, such as those of a
+block. In code that runs in one piece (a forward, or a half of a backward), a unit is whole from the
+first part that reads it to the last one; meanwhile the next unit is on its way:
 
     unit 0    begin ready |embedding| let go
     unit 1          begin             ready |   h.0   | let go
     unit 2                                  begin       ready |   h.1   | let go
 
-A *part* are neighbouring nodes of one block, or of none. What is compiled in one piece stays one.
+A *part* is a run of nodes of one block, or of none. An island is never divided.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Unit = tuple[str, ...]
 
 
 class Gatherer(Protocol):
-    """What a stage's code calls, with the numbers of units."""
+    """The calls in a stage's code, with the numbers of units."""
 
     def begin(self, unit: int) -> None:
         """Begin to gather; other work may be done meanwhile."""
@@ -83,7 +83,7 @@ class GatherEvent(NamedTuple):
 
 
 def check_written(graph: Graph) -> None:
-    """Refuse to gather what forward writes: it would write a copy that is let go of.
+    """Refuse to gather a state that forward writes: it would write a copy that is freed.
 
     Raises:
         PlanError: names the user's line and the parameter.
@@ -113,7 +113,7 @@ def units_of(module: fx.GraphModule, parameters: Mapping[str, Tensor]) -> tuple[
 def stays(
     module: fx.GraphModule, units: Sequence[Unit], parameters: Mapping[str, Tensor]
 ) -> list[Stay]:
-    """From where to where a code needs each of the units that it reads, the first ones first."""
+    """The parts from which to which a code needs each unit that it reads; sorted."""
     return _stays(module.graph, units, _memory(module, parameters))
 
 
@@ -128,7 +128,7 @@ def _stays(graph: fx.Graph, units: Sequence[Unit], memory: _Memory) -> list[Stay
 
 
 def events(staying: Sequence[Stay]) -> list[GatherEvent]:
-    """What is called before each part, in order; one unit is fetched ahead."""
+    """The calls before each part, in order; one unit is fetched ahead."""
     found = [GatherEvent(0, begin, staying[0].unit)] if staying else []
     for stay, after in zip_longest(staying, staying[1:]):
         found.append(GatherEvent(stay.first, ready, stay.unit))
@@ -144,10 +144,10 @@ def most_bytes(
     """The most bytes that are gathered at once.
 
     Args:
-        whole: of each unit the bytes of its parameters as they are read.
-        shares: of each unit the bytes that the first rank gives, which has the most.
-        ranks: how many ranks have a share; while a unit is on its way there is room for all of
-            theirs, and a rank's own.
+        whole: for each unit the bytes of its parameters as they are read.
+        shares: for each unit the bytes of the first rank's share, which is the largest.
+        ranks: the number of ranks with a share; while a unit is on its way, a rank holds room for
+            all shares, and its own share.
     """
     now = most = 0
     for _, call, unit in events(staying):
@@ -165,13 +165,13 @@ def with_gathers(
     parameters: Mapping[str, Tensor],
     gathering: Gatherer,
 ) -> fx.GraphModule:
-    """A code of a stage with the calls that make its parameters whole.
+    """A stage's code with the calls that make its parameters whole.
 
     Args:
-        module: whose parameters are those of `parameters`, the very tensors.
+        module: the code; its parameters are the tensors of `parameters` themselves.
 
     Returns:
-        what does the same; results that would lie in a parameter's memory are copies.
+        code that computes the same; results in a parameter's memory become copies.
     """
     calls: dict[int, list[GatherEvent]] = defaultdict(list)
     memory = _memory(module, parameters)

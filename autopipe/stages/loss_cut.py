@@ -1,8 +1,9 @@
-"""Cut a graph into what each micro-batch runs, and the loss of the whole batch (`whole_loss`).
+"""Cut a graph in two: what each micro-batch runs, and the loss of the whole batch (`whole_loss`).
 
-Nodes of the tail (`stages.loss_tail`), and what computes for it from the batch alone, are the loss.
-What they read of the model are embeddings: they become inputs of the loss, and results of the rest,
-which ends in nodes for their gradients. A parameter that the loss reads is copied by such a node.
+The loss has the nodes of the tail (`stages.loss_tail`), and nodes that serve them and depend on the
+batch only. The model's values that it reads are embeddings: inputs of the loss, and results of the
+other graph, which ends in nodes for their gradients. A parameter that the loss reads is copied by
+such a node.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ def apart(graph: Graph, others: int = 0) -> WholeLoss:
     """Cut the loss off a traced graph.
 
     Args:
-        others: how many of the graph's last results are no part of the loss; `rows` gives them.
+        others: the number of the graph's last results that are not of the loss; `rows` keeps them.
 
     Raises:
-        ModelError: the loss reads what is another value in each micro-batch and has no rows, or
-            what the model writes; names the user's line.
+        ModelError: the loss reads a value that differs between micro-batches and has no rows, or a
+            state that the model writes; names the user's line.
     """
     flow, kept = analyse(graph), len(graph.outputs) - others
     results, beside = graph.outputs[:kept], graph.outputs[kept:]
@@ -99,7 +100,7 @@ class _Cutting:
         return graph.nodes[min(self.behind)].place if self.behind else ""
 
     def read(self, results: Sequence[Arg]) -> list[Value]:
-        """What the loss reads of the model: results of its nodes, parameters and buffers."""
+        """The values that the loss reads of the model: results of nodes, parameters, buffers."""
         graph = self.flow.graph
         read = [v for p in sorted(self.of_loss) for v in graph.nodes[p].values()]
         found = dict.fromkeys([*read, *values_in(tuple(results))])
@@ -123,7 +124,8 @@ class _Cutting:
         """How the rows lie in a value that the loss reads.
 
         Raises:
-            ModelError: it has none, and is not the same in every micro-batch; or nobody knows how.
+            ModelError: the value has no rows and differs between micro-batches; or the order of its
+                rows is unknown.
         """
         spec, path = self.flow.graph.spec(value), f"embedding.{number}"
         gradient = f"gradient.{number}" if spec.dtype.is_floating_point else None
@@ -155,7 +157,7 @@ class _Cutting:
         return ""
 
     def check_writes(self, read: Sequence[Value]) -> None:
-        """Refuse a loss that writes what it has not made, or reads a buffer that is written.
+        """Refuse a loss that writes a tensor of others, or reads a buffer that is written.
 
         Raises:
             ModelError: names the buffer, or the line that writes.
@@ -171,7 +173,7 @@ class _Cutting:
                 raise self._refusal(root, f"is written by the loss at {nodes[late[0]].place}")
 
     def check_beside(self, beside: Sequence[Arg]) -> None:
-        """Refuse results of a model that are compared rows themselves: no micro-batch has them.
+        """Refuse results of a model that compare rows: no single micro-batch has them.
 
         Raises:
             ModelError: names the line that makes one.

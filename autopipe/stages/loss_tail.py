@@ -72,8 +72,8 @@ def _walked(flow: Dataflow, results: Iterable[object]) -> LossNodes:
 def _is_last(graph: Graph, node: Node) -> bool:
     """Whether a loss is not followed beyond a node: it has parameters, draws, or is batch norm.
 
-    What has the rows twice (similarities, each row beside each) cannot be cut into rows, and a
-    temperature that they are multiplied by is a parameter: such a node is the loss's own.
+    A value with two dims of rows (similarities of all pairs) cannot be cut into rows. A node that
+    multiplies it by a parameter (a temperature) belongs to the loss.
     """
     if "batch_norm" in node.op or (is_random(node) and "dropout" not in node.op):
         return True
@@ -189,7 +189,7 @@ def groups(flow: Dataflow, value: Value) -> int | None:
 
 
 def _keeps_order(node: Node) -> bool:
-    """Whether entries of a dim that a node leaves as long as it was stay in their order."""
+    """Whether a node that keeps a dim's size also keeps the order of its entries."""
     known = _SAME_ROWS | _OF_DIMS | _LAYERS
     return torch.Tag.pointwise in getattr(resolve(node.op), "tags", ()) or node.short in known
 

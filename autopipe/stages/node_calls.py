@@ -1,4 +1,4 @@
-"""What the code of a lowered stage calls besides torch's own ops: reads, autocast, results.
+"""Functions that the code of a lowered stage calls besides torch's ops: reads, autocast, results.
 
 Emitted files call them too, by `runtime.emitted`.
 """
@@ -31,7 +31,7 @@ NODE_NAME = "autopipe_node"
 
 
 def place_of(error: BaseException) -> str:
-    """The user's line whose op in a stage's code has raised an error; "": nobody knows."""
+    """The user's line whose op in a stage's code has raised an error; "": unknown."""
     passed = [*traceback.walk_tb(error.__traceback__)]
     return _place(reversed(passed))
 
@@ -123,13 +123,13 @@ def draw_under_autocast(
 def opaque_under_autocast(
     device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """As `opaque_ops.run`, under the autocast that the model had around the op."""
+    """`opaque_ops.run` under the autocast that the model had around the op."""
     run = partial(run_opaque, op)
     return under_autocast(device_type, dtype, enabled, run, *args, **kwargs)
 
 
 def saturated(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """An op whose numbers are no more than its first tensor holds, where autocast made that low.
+    """An op whose numbers are limited to the range of its first tensor, if autocast made that low.
 
     `torch.finfo(x.dtype).min` was read from the fp32 of the trace; in bf16 it would overflow, and
     the model's own code would have read that of bf16.
@@ -153,7 +153,7 @@ def repeated(call: Any, *args: Any, **kwargs: Any) -> Any:
     """A call that backward is to run a second time (`joint.run_again`).
 
     Args:
-        call: an op; or, as code has no word for a function of ours, its name.
+        call: an op; or the name of a function of autopipe's own.
     """
     with marking(ASKED, True):
         return kernel_of(_OURS.get(call, call))(*args, **kwargs)

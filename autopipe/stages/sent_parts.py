@@ -77,7 +77,7 @@ def all_dims(
     divides in this graph too, or else the last that does.
 
     Args:
-        held: of so many ranks.
+        held: the number of ranks.
     """
     found = {}
     for stage in stages:

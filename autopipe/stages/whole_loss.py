@@ -44,7 +44,7 @@ class Embedding:
     Attributes:
         path: its name among the inputs of `WholeLoss.loss`.
         gradient: the name of its gradient among the inputs of `WholeLoss.rows`; None: it has none.
-        spec: its shape for so many rows, and its dtype.
+        spec: its shape, as a formula in the rows, and its dtype.
         dim: the dim of its rows; None: it has none, and is the same in every micro-batch.
         groups: how often all rows come in that dim, one after another.
     """

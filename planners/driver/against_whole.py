@@ -49,7 +49,7 @@ def check(
     Args:
         skeleton: the model with fake parameters.
         traced: the graph before its loss was cut off.
-        example: makes a batch of so many rows.
+        example: makes a batch of a number of rows.
         say: receives the reason if the two are not compared.
 
     Raises:

@@ -37,7 +37,7 @@ AUTO, OFF = "auto", "off"
 """Words of `--offload` and `--turns`: the planner chooses, and none."""
 
 ROWS_PER_DEVICE = 8
-"""Rows of the batch for each device where nobody says how many."""
+"""Rows of the batch for each device by default."""
 
 ROWS = 2
 """Of a micro-batch that a model is traced with."""

@@ -148,9 +148,9 @@ def plan(
             micro-batches; "micro-batch": the mean of each micro-batch's own, whatever that is;
             "batch": whatever it is of all rows together, as in-batch negatives are, in two passes:
             forward for what the loss reads, then forward and backward (`stages.whole_loss`).
-        loss_parts: so many parts of the vocabulary that the loss is computed from, without all of
-            its logits at once; "off" leaves the loss as it is. None or "auto": in parts where that
-            is faster, as it saves memory and costs products (`planners.driver.loss_parts`).
+        loss_parts: the number of parts of the vocabulary from which the loss is computed, without
+            all of its logits at once; "off" leaves the loss as it is. None or "auto": in parts if
+            that is faster, as it saves memory and costs products (`planners.driver.loss_parts`).
         lengths: tokens of a row that batches will have, the longest as many as in `inputs`; bytes
             and seconds are those of the longest, and the model is compared with its graph at each.
             None: a run takes rows as long as those of `inputs`, and shorter ones all the same.

@@ -4,10 +4,11 @@
     state[p]["step"]       a tensor without dims           a number, the same on every rank
     param_groups           lr, betas, ...                  JSON data, by the names in each group
 
-A shard's state is sharded as the shard is. So what one plan has written, another one reads as it
-reads the parameter. What was in the parameter's dtype is in that of now, which is another one where
-fp32 masters have come or gone: an optimizer takes no two. A state of another shape (the rows' and
-columns' means of Adafactor) could not be cut otherwise, and is refused.
+A shard's state is sharded as the shard is. So a state that one plan has written is read by another
+plan in the way of the parameter itself. A state in the parameter's dtype is cast to its present
+dtype, which differs if fp32 masters have come or gone, since optimizers refuse two dtypes. A state
+of another shape (Adafactor's means of rows and columns) cannot be cut for other plans, and is
+refused.
 """
 
 from __future__ import annotations

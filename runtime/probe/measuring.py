@@ -139,7 +139,7 @@ def _rank(rank: int, request: Request) -> None:
 
 
 LATER = 1.0
-"""Seconds that a process waits which has lost another one, so that the other is named."""
+"""Seconds that a process waits after it has lost another one, so that the other is named first."""
 
 
 def _take_part(rank: int, request: Request) -> None:
@@ -179,7 +179,7 @@ def _take_part(rank: int, request: Request) -> None:
 def _measure(
     group: tuple[str, ...], rank: int, request: Request, device: torch.device, half: float | None
 ) -> dict[str, Found]:
-    """What this process finds; nothing where the device cannot do it."""
+    """This process's figures; empty if the device cannot do what is measured."""
     name = group[0]
     if name in FIGURES:
         return {name: FIGURES[name](rank, request.processes, Budget(budget(group), device))}
@@ -195,7 +195,7 @@ def _measure(
 
 
 def _gathered(own: dict[str, Found], processes: int) -> list[dict[str, Found]]:
-    """What all processes have found; nobody goes on before all have."""
+    """The figures of all processes; none of them goes on before all have measured."""
     if processes == 1:
         return [own]
     every: list[dict[str, Found]] = [{} for _ in range(processes)]

@@ -45,13 +45,13 @@ from autopipe.util.numbers import count
 from autopipe.util.progress import Say
 
 METHOD = "5"
-"""Of measuring: another one makes other figures, and records of before are measured anew."""
+"""The version of the way of measuring: records of another version are measured anew."""
 
 QUICK = 0.5
 """Seconds for each figure that this process looks at itself, where no other one could."""
 
 LATENCY, OF_MEMORY = 1e-4, 1 / 4
-"""A link between processes that nobody could measure: seconds, and the part of memory's bandwidth
+"""A link between processes that could not be measured: seconds, and the part of memory's bandwidth
 (gloo on one host, 2-core VM, 2026-11)."""
 
 SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE")

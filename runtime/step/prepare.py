@@ -122,7 +122,7 @@ def training(rank: Rank, rows: int, split: Split | None = None) -> Executor:
 
     Raises:
         ScheduleError: the programs would wait for each other.
-        PlanError: the emitted files cannot be run with so many rows, or rows of this length.
+        PlanError: the emitted files cannot be run with this number of rows, or rows of this length.
     """
     plan, planned = rank.part.plan, rank.part.split
     if split is not None and split is not planned and rank.emitted is not None:

@@ -27,7 +27,7 @@ LAST = 10
 """How many steps a recorder keeps: enough to see what varies, and a file that a browser opens."""
 
 ROUNDS = 20
-"""Messages to rank 0 and back for one clock difference: the fastest of so many met no delay."""
+"""Messages to rank 0 and back for one clock difference; the fastest of them counts."""
 
 Clock = Callable[[], float]
 """Seconds since some moment, another one on each machine: `perf_counter`."""
