@@ -185,7 +185,7 @@ class _OneStep:
     ) -> None:
         self.layout, self.number, self.found, self.exact = layout, number, found, exact
         self.rounding = rounding(layout.plan)
-        self.unit = 0.0  # of the last place, in the narrowest dtype of what was compared
+        self.unit = 0.0  # of the last place, in the narrowest dtype that was compared
 
     def before(self, expected: WholeStep, noise: Mapping[str, float]) -> list[TensorRow]:
         """The rows of loss, gradients, norm and buffers: those before the optimizer's step.

@@ -223,7 +223,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one storage have an element in common."""
     if one.dtype != other.dtype:
         return True
-    with no_function_modes():  # what Python reads here is no read of the model's
+    with no_function_modes():  # reads here are not the model's
         marks = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
         first, second = (
             marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

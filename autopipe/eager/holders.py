@@ -180,7 +180,7 @@ def _may_change(key: Any, value: Any) -> bool:
     """Whether a model may count with an attribute of a class or a global of a file."""
     if str(key).startswith("__"):
         return False
-    if isinstance(value, (list, dict, set)):  # one that a library has made may load files by itself
+    if isinstance(value, (list, dict, set)):  # a library's own may load files when read
         return type(value) in CONTAINERS
     return isinstance(value, _PLAIN) or not isinstance(value, _PASSED)
 

@@ -108,7 +108,7 @@ class LayersUsed(TorchFunctionMode):
         self.calls: list[tuple[list[int], str]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = used(args), used(kwargs or {})  # what torch is given is used, as it was read
+        args, kwargs = used(args), used(kwargs or {})  # arguments of torch count as used
         given = [id(t) for t in tensors_in((args, kwargs)) if isinstance(t, nn.Parameter)]
         self.calls.append((given, repr(plain_of((args, kwargs)))))
         return func(*args, **kwargs)

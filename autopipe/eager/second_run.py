@@ -70,7 +70,7 @@ def check_unseen(
         if filled:
             _check_left_out(first, second.calls)
         return
-    noted = Noted(until=position)  # what is kept has changed once more; the line has not
+    noted = Noted(until=position)  # kept values have changed once more; the line is the same
     again(lambda: noted)
     at = f"{noted.place}: " if noted.place else ""
     raise CaptureError(
@@ -111,7 +111,7 @@ def _parting(first: Sequence[Call], second: Sequence[Call]) -> int:
     """The position in `second` of its first call that `first` does not have, in this order."""
     left = iter(first)
     for position, call in enumerate(second):
-        if not any(_same(one, call) for one in left):  # goes on behind the last one that was found
+        if not any(_same(one, call) for one in left):  # continues behind the last match
             return position
     return len(second)
 

@@ -273,7 +273,7 @@ def _inner_gradient(*args: Any, **kwargs: Any) -> None:
 
 
 def _function_behind(tensor: Tensor) -> None:
-    own = tensor.shape == (0,)  # a checkpoint of torch 2.11 holds its arguments behind such a one
+    own = tensor.shape == (0,)  # checkpoints of torch 2.11 hold arguments so
     if tensor.requires_grad and not tensor.is_leaf and not own:
         raise Uncaptured(
             f"{user_lines.here()}: forward reads .grad_fn of a tensor, whose hooks are in no graph",

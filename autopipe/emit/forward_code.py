@@ -136,7 +136,7 @@ class Body:
             elif node.op == "output":
                 results: Any = node.args[0]
                 self.results = [self._value(item, env) for item in results]
-            elif node.target is not take:  # those have a name since what they take from was made
+            elif node.target is not take:  # they were named when the tuple they take from was made
                 self._call(node, env, names, statements)
         return _commented(statements, self.home)
 

@@ -116,7 +116,7 @@ class _Parts:
         instead = self.mode if self.until == "registered" else None
         made_here = on_cpu(instead)
         with torch.random.fork_rng(devices=[]), self._registering(), constructing(), made_here:
-            torch.manual_seed(0)  # what depends on values is the same on every rank
+            torch.manual_seed(0)  # values that the constructor reads are the same on every rank
             model = factory()
             if isinstance(model, nn.Module):
                 made_here.of_weights.let_go(model, self.mode)
@@ -128,7 +128,7 @@ class _Parts:
 
     @contextmanager
     def _registering(self) -> Iterator[None]:
-        # torch's stub says that a hook gives nothing; what it gives is registered instead.
+        # torch's stub says that a hook returns nothing; its result is registered instead.
         made = register_module_parameter_registration_hook(self._register)  # type: ignore[arg-type]
         with ExitStack() as until:
             until.callback(made.remove)

@@ -153,7 +153,7 @@ def _configuration(folder: Path) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # the library raises of every kind for what stands in the file
+    except Exception as error:  # the library raises errors of every kind for a wrong file
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: "

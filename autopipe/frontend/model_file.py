@@ -188,7 +188,7 @@ def load(source: str) -> ModelFile:
     """
     seeding.begin_beside_torch(0)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # what it draws, a frozen part of a loss, is the same on every rank
+        torch.manual_seed(0)  # a loss's frozen part is the same on every rank
         module, factory = _module(source)
         drawn = seeding.places()
     for required, does in ((factory, "builds the model"), ("inputs", "gives an example batch")):

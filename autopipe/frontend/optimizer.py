@@ -134,7 +134,7 @@ def optimizer_factor(make: MakeOptimizer) -> float:
         tensor.numel() * tensor.element_size()
         for state in optimizer.state.values()
         for tensor in state.values()
-        # A step counter is no part of what grows with the parameter.
+        # A step counter does not grow with the parameter.
         if isinstance(tensor, Tensor) and tensor.numel() > 1
     )
     return held / (parameter.numel() * parameter.element_size())

@@ -125,7 +125,7 @@ def _what(plan: Plan) -> Iterator[_Said]:
     yield "loss over", plan.loss_over, plan.loss_over
     loss = {None: "not said", True: "a function of its own", False: "the model's output"}
     yield "loss", loss[plan.loss], loss[plan.loss]
-    # A mean of micro-batches' own losses is another one for other micro-batches.
+    # A mean of micro-batches' own losses depends on how rows are grouped into micro-batches.
     parts = plan.mesh.dp * plan.batch.micro_batches if plan.loss_over == MICRO_BATCH else 1
     yield "micro-batches of a step", parts, str(parts)
 

@@ -342,7 +342,7 @@ def obstacle(flow: Dataflow, positions: Sequence[int], home: str | None = None) 
             if isinstance(root, Ref) and root.node in inside or root in copied:
                 continue
             for writer in flow.writers.get(root, ()):
-                # A state written anywhere is another one when the next micro-batch has come by.
+                # A state that is written anywhere has other values after the next micro-batch.
                 if writer >= positions[0] or isinstance(root, State):
                     return f"{node.name} reads {root}, which {flow.graph.nodes[writer].name} writes"
     return None

@@ -26,7 +26,7 @@ def halves(graph: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
     calls = _halving(graph.backward, first)
     first = leading_to(wanted, calls)
     second = leading_to(graph.of_parameters.values(), calls) - first
-    # Of what the first half makes in one call, the second takes its part and not the whole.
+    # The second half takes its part of a call's results in the first half, not all of them.
     parts = {node for node in second if node.target is operator.getitem and node.args[0] in first}
     first, second = first | parts, second - parts
     order = {node: number for number, node in enumerate(calls)}

@@ -106,7 +106,7 @@ def hull(
 
     most, least = at(None), at(0.0)
     found = [most]
-    # The least cut at no price may take longer than another one that keeps as little.
+    # The least cut at price 0 may take longer than another cut that keeps as little.
     for level in sorted((*between(least, most), least), key=lambda level: level.seconds):
         if level.kept < found[-1].kept:
             found.append(level)

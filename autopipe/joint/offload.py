@@ -94,7 +94,7 @@ def parcels_of(
         for storage in storages([call, *call.all_input_nodes]):
             homes[storage].add(call.meta[SEGMENT])
     stay |= {storage for storage, own in homes.items() if len(own) > 1 or not own <= {*offload}}
-    while True:  # what shares a storage with a value that stays does so too
+    while True:  # a value stays if it shares a storage with one that stays
         going = [node for node in saved if storages([node]) and stay.isdisjoint(storages([node]))]
         more = storages(node for node in saved if node not in going) - stay
         if not more:

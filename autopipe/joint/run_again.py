@@ -118,7 +118,7 @@ def run_again(
             twin.meta |= {MADE: node.meta[MADE].again(renamed, kept), SEGMENT: segment}
             twin.meta[AGAIN] = True
             copies[node] = twin
-            # A result that another block reads later is taken where it is made, as all others are.
+            # A result that a later block reads is unpacked where it is made, like all others.
             made.insert(made.index(source) + 1 if taken else len(made), twin)
         for read in call.all_input_nodes:
             if read in copies:

@@ -61,7 +61,7 @@ def _if_it_can(
     wanted: Wanted,
 ) -> _T | None:
     if any(graph.nodes[position].op in OPAQUE for position in lowered.stage.nodes):
-        return None  # it reads or keeps what only its real kernel knows
+        return None  # only its real kernel knows what it reads or saves
     try:
         return make(lowered, *layouts, precision, wanted)
     except CannotSplit:

@@ -179,7 +179,7 @@ class _Matrices:
         for same, turned in ((array, False), (array.T, True)):
             for other, seen in self._seen.get(_ends(same), ()):
                 if np.array_equal(same, seen):
-                    # Of ones or zeros many are alike, and none is another one.
+                    # Constants of ones or zeros may be equal without being one parameter.
                     return None if (seen == seen.flat[0]).all() else (other, turned)
         self._seen.setdefault(_ends(array), []).append((name, array))
         return None

@@ -292,7 +292,7 @@ class _Watching:
 
     def _owned(self, given: Sequence[Tensor]) -> Iterator[tuple[Tensor, str | int]]:
         for name, tensor in named(self._model).items():
-            if not is_sparse(tensor):  # one that a call before has assigned has its own name
+            if not is_sparse(tensor):  # a buffer that an earlier call has assigned has its own name
                 yield tensor, self._names.get(id(tensor), name)
         yield from ((tensor, number) for number, tensor in enumerate(given))
 

@@ -229,7 +229,7 @@ def _marks(plan: Plan) -> dict[str, str]:
     for name in ("boundaries", "stages"):
         for of in data[name][0] if data[name] else ():
             parts[f"{name}[].{of}"] = [entry[of] for entry in data[name]]
-    # Without what older planners did not write, by which their plans would seem to be changed.
+    # Without fields that older planners did not write: their plans would seem to be changed.
     texts = (
         (path, json.dumps(part).replace(', "part_of": null', "")) for path, part in parts.items()
     )

@@ -131,7 +131,7 @@ def _ends(plan: Plan) -> tuple[float, float, float, float]:
     even, unhindered, unsummed, whole = (
         simulate(step, cost).seconds + plan.loss_seconds for cost in walks
     )
-    # Less to wait for may, by another order on a wire, take longer.
+    # With less to wait for, a step may take longer, if transfers on a wire change their order.
     unsummed = min(unsummed, whole)
     unhindered = min(unhindered, unsummed)
     return min(even, unhindered), unhindered, unsummed, whole

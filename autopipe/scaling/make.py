@@ -197,7 +197,7 @@ def _stage_bytes(
 ) -> StageStates:
     memory = stage.predicted.memory
     held = memory.peak - memory.activations - memory.transfers
-    if plan.scatters:  # what comes and goes of gradients is as large whatever the rows
+    if plan.scatters:  # temporary gradients have the same size whatever the rows
         return StageStates(held - round(value(formulas.passing, where)), 0, 0, formulas.passing)
     held -= memory.passing
     bucket = max(BUCKET_BYTES, formulas.largest) if plan.mesh.dp > 1 else 0

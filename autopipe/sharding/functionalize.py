@@ -144,7 +144,7 @@ def _made_new(
     old = any(begin < at < end for begin, end in last[flow.root[written]].items())
     # Written without autograd, a tensor keeps its history; a new one would have none.
     cut = not node.grad and written in carrying
-    # In place the result has the dtype of what is written, out of place the wider one of all.
+    # In place the result has the written tensor's dtype, out of place the widest of all.
     dtypes = {flow.graph.spec(value).dtype for value in node.values()}
     same = dtypes == {made.dtype} or node.op.startswith("aten.masked_fill_.")
     cast = node.autocast is not None and node.autocast.enabled

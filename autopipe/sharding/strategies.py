@@ -39,7 +39,7 @@ def strategies(model: Model, node: Node, shards: Shards) -> tuple[Strategy, ...]
     """All possible strategies of a node, the replicated ones first, each once."""
     op = Op(model, node, shards)
     found = [Strategy(dict.fromkeys(op.inputs, I), I)]
-    # A conversion makes another tensor, which what is written in place never reaches.
+    # A conversion makes a new tensor, which a write in place does not reach.
     fixed = {value for value in (*op.inputs, *op.outputs) if value in model.fixed}
     if op.carries and not fixed and node.op not in _OWN_BACKWARD:
         found.append(Strategy({v: op.free(v) for v in op.inputs}, R))

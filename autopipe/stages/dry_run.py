@@ -132,7 +132,7 @@ def rehearse(
     crossing = found.boundaries.values()
     if all(is_row_major(b.shape, b.strides, *b.gradients.values()) for b in crossing):
         return found
-    # Some are transposed by fake kernels, of which real ones might lay out some otherwise.
+    # Fake kernels transpose some gradients that real kernels might lay out otherwise.
     return run(known.setdefault(RowMajor, {}), unused, RowMajor).run()[0]
 
 

@@ -137,7 +137,7 @@ def read_as_copies(graph: Graph, node: Node, precision: str) -> list[State]:
         return cast or state.master is not None
 
     states = [v for v in dict.fromkeys(node.values()) if isinstance(v, State)]
-    # A copy for the whole step would miss what forward writes.
+    # A copy for the whole step would miss writes of forward.
     return [v for v in states if as_copy(graph.states[v.name]) and v not in analyse(graph).writers]
 
 

@@ -78,8 +78,8 @@ def handed_back(node: fx.Node) -> fx.Node | None:
         return None
     like = any((v.dtype, v.dim()) == (made.dtype, made.dim()) for v in read.values())
     if not like and not writes(op):
-        return None  # it need not be run: what makes sizes of its own would make new ones
-    # A write in place may change the shape of what it is called with.
+        return None  # not run, as an op with value-dependent sizes would make new symbols
+    # A write in place may change the shape of its argument.
     values = {n: n.meta["val"] for n in node.all_input_nodes} | {
         n: v.detach() for n, v in read.items()
     }

@@ -205,7 +205,7 @@ class _Converter:
         if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             return self._wrapped(name, node, env, _Region(scopes, region.grad, region.autocast))
         sparse = sparse_argument(target)
-        if sparse is not None:  # what sums gradients, over ranks too, sums dense ones
+        if sparse is not None:  # gradients are summed densely, over ranks too
             args = tuple(False if n == sparse else arg for n, arg in enumerate(args))
         if is_control_flow(target):
             raise CaptureError(

@@ -169,7 +169,7 @@ class _Look:
                     held(self.run, self.run, numbers=self.numbers)
             except (DrawnBranch, ReadsParameter):
                 raise
-            except Exception:  # a user's model may have no way for the ends of what is drawn
+            except Exception:  # the model may fail on the least or the most that can be drawn
                 continue
 
     def _hold_others(

@@ -112,7 +112,7 @@ class Likeness:
                 self.running.doubt()
                 self._calls[path].append(object())
                 return
-            with no_function_modes():  # what is looked at here is no call of the model's
+            with no_function_modes():  # looking at values here is no call of the model's
                 self.running = ModuleCall(module, (args, kwargs))
 
         return begin
@@ -152,7 +152,7 @@ class Likeness:
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call, self.running = self.running, None  # what is asked here is not the module's doing
+            call, self.running = self.running, None  # reads of attributes here are not the module's
             if self._foretell and call is not None and call.module is module:
                 with no_function_modes():
                     call.likely = [kind for kind in kinds if call.goes_as(kind)]

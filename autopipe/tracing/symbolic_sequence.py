@@ -77,7 +77,7 @@ _Run = Callable[[Any, Sequence[InputSpec]], Trace]
 def _symbolic(run: _Run, example: Any, specs: Sequence[InputSpec], length: int) -> Lengths | None:
     """The trace for all lengths up to the example's, or to one token less; None: there is none."""
     long = row_length.lengthened(specs, length)
-    # At full length `table[:s]` may be the whole table, which is another program.
+    # At full length `table[:s]` may be the whole table, a different program.
     for longest in (length, length - 1):
         with suppress(CaptureError):  # of the model itself: then a trace of one length tells
             return Lengths(run(shorter(example, specs, longest), long), longest)

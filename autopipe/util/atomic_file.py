@@ -71,7 +71,7 @@ def folder(path: Path) -> Iterator[Path]:
     except (OSError, AutopipeError) as told:
         if old.exists() and not path.exists():
             os.replace(old, path)
-        # What could not be written in the folder beside is told as of the one that was asked for.
+        # An error in the temporary folder is reported for the folder that was asked for.
         error = told if isinstance(told, OSError) else told.__cause__
         inside = isinstance(told, OSError) or told.message.startswith(str(beside))
         if not (inside and isinstance(error, OSError)):

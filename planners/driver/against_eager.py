@@ -153,7 +153,7 @@ def _both(
         ahead = _far_ahead(program, run, batches, weights) if traced.unsteady else {}
         try:
             return eager, _of_graph(traced, model, before, batches, weights), ahead
-        except AutopipeError as error:  # a read that is another one in the second micro-batch
+        except AutopipeError as error:  # a read with another value in the second micro-batch
             why = str(error).splitlines()[0]
         except Exception as error:  # of torch, or of the user's code that runs as it is
             raise CaptureError(

@@ -174,7 +174,7 @@ def _written(found: Searched) -> Chosen:
             plan = recomputing_less(plan_that_fits(candidate, answer), answer, candidate)
             break
         except InfeasibleError:
-            # What this degree has outdone may be the best without it.
+            # A degree that this one has outdone may be the best without it.
             found = found.without(candidate.tp)
             if not found.answers:
                 raise

@@ -67,7 +67,7 @@ def plan_that_fits(
             try:
                 answer = candidate.search(problem, mesh=mesh)
             except InfeasibleError:
-                # Its numbers would be of a limit that nobody has set.
+                # Its numbers would be about a limit that the user has not set.
                 raise overflow from None
 
 

@@ -103,7 +103,7 @@ def _spent(candidate: Candidate, answer: Answer) -> tuple[Spent, ...]:
     found = []
     for stage in answer.estimate.stages:
         own = parts[stage.kind][:, stage.first : stage.last + 1].sum(axis=1).tolist()
-        # A pass before a loss over the whole batch computes what the next one computes again.
+        # The pass before a loss over the whole batch is computed a second time by the next pass.
         forward = costing.timed.profile(rows).forward[stage.kind][stage.first : stage.last + 1]
         first_pass = sum(forward) * (costing.forwards - 1) / costing.forwards
         spent = dict(stage.spent)

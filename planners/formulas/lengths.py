@@ -72,7 +72,7 @@ def traced_again(plan: Plan, file: ModelFile) -> TracedAgain:
     tokens = row_length.length_of(specs) or 0
     traced = TracedAgain(found.trace, tokens, found.why)
     if found.longest is not None and not _is_of(plan, traced):
-        # A table as long as the row is read whole at full length, which is another program.
+        # A table as long as the row is read whole at full length, a different program.
         fixed = trace_source(file.model, two, specs, file.loss, kept=how)
         traced = TracedAgain(fixed, tokens, f"the model is another program at {tokens} tokens")
     if not _is_of(plan, traced):

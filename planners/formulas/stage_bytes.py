@@ -84,7 +84,7 @@ def stage_bytes(found: PlannedStages) -> list[StageSizes]:
     gpus = found.plan.cluster.has_gpus
     with phase("bytes at other sizes"), as_first(found.plan.mesh.tp), for_gpus(gpus):
         lengths = (tokens, tokens // 2) if tokens else (0,)
-        try:  # what most models keep is a straight line in the tokens, too
+        try:  # most models' kept bytes are a straight line in the tokens, too
             return _fitted(found, run, (rows, 2 * rows), lengths)
         except NoPolynomial:
             if not tokens:

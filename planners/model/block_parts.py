@@ -103,7 +103,7 @@ def compositions(problem: Problem) -> Compositions:
                 for end in (ahead[i], behind[j]):
                     if end is not None:
                         parts[end] = parts.get(end, 0) + 1
-            # Whole blocks first: they are what ranges share, and so are their sets.
+            # Whole blocks first: ranges share them, and so their sets.
             key = tuple(sorted(parts.items(), key=lambda item: (item[0] not in whole, item[0])))
             number[i, j] = known.setdefault(key, len(known))
     return Compositions(classes, number, tuple(map(dict, known)))

@@ -105,7 +105,7 @@ class Pricing:
             return as_it_is
         some = anywhere.only(short)
         least = self._of_way(place, some, 0)
-        # Only where something is missing may another way than the first be better.
+        # Another way than the first can be better only for ranges that do not fit.
         for way in range(1, sets.ways.most):
             found, there = self._of_way(place, some, way), sets.ways.numbers[some.numbers, way] >= 0
             least = _nearer(found, least, place.room, there)
@@ -144,7 +144,7 @@ class Pricing:
         recomputed = sets.cheapest(left, -(-missing // max(stays, 1)))
         saves = sets.saved(recomputed)
         with_them = peaks - stays * saves + np.where(saves > 0, held, 0)
-        # Where nothing fits anyway, what is nearest to it.
+        # If nothing fits, the way that is nearest to fitting.
         recomputed = np.where(with_them < peaks, recomputed, sets.first(left))
         seconds = some.work.seconds(sets.spent(recomputed), offloaded)
         return StageCosts(seconds, np.minimum(with_them, peaks), recomputed)

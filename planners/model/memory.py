@@ -217,7 +217,7 @@ def _saved_anyway(problem: Problem, rows: int, may_drop: bool) -> NDArray[np.flo
     crossing: Counter[tuple[int, int]] = Counter()
     for tensor in profile.crossings:
         crossing[tensor.producer, tensor.consumers[0]] += tensor.bytes
-    # What an earlier unit has made is saved, or received: whichever is less.
+    # A tensor of an earlier unit is saved or received: whichever is less.
     for way, size in (handed & crossing).items():
         sizes[way[1] + 1] += size
     return np.cumsum(sizes)

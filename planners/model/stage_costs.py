@@ -110,11 +110,11 @@ def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: Devi
     if config.fully_sharded:
         return np.zeros_like(ranges.earlier)
     copying = problem.machine.copying
-    if config.scatters:  # what is left are parameters, which the next step gathers
+    if config.scatters:  # only the parameters, which the next step gathers
         half = partial(half_sum, copying=copying)
         return _linear(half, ranges.read, group.levels, problem.machine.streams)
     summed = partial(gradient_sum, zero=config.zero, copying=copying)
-    # Under ZeRO-1 gradients are scattered, and what is read of the parameters is gathered.
+    # Under ZeRO-1 gradients are scattered, and parameters gathered as they are read.
     moved = (ranges.summed + ranges.read) / 2 if config.zero else ranges.summed
     return _linear(summed, moved, group.levels, problem.machine.streams)
 

@@ -129,7 +129,7 @@ class Relaxations:
         try:
             return self.fastest(changed)
         except InfeasibleError:
-            return None  # what is left asked for contradicts itself
+            return None  # the remaining constraints contradict each other
 
 
 def _changes(problem: Problem) -> Iterator[tuple[str, list[Problem]]]:

@@ -28,7 +28,7 @@ def filled(problem: Problem, decision: Decision) -> Decision:
     fixed = asked.recompute is not None or bool(asked.offload)
     if decision.stages <= config.pp or fixed:
         return decision
-    # What a stage holds is its own affair: two estimates have all that there is to choose from.
+    # A stage's bytes do not depend on other stages, so two estimates have all choices.
     before = estimate(problem, decision)
     without = estimate(problem, replace(decision, recompute=(), offload=()))
     ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)

@@ -116,7 +116,7 @@ class Checkpoints:
                     for damaged_one in paths[:number]:
                         folders.set_aside(damaged_one)
                 return Loaded(path, stored.step, values(stored, self._place.dp, self._plan.mesh.dp))
-            damaged, sentence, hint = wrong[0]  # what is no damage comes first: False < True
+            damaged, sentence, hint = wrong[0]  # errors other than damage come first: False < True
             if not damaged:
                 raise CheckpointError(sentence, hint=hint or None)
             told.append(sentence)

@@ -137,7 +137,7 @@ def remove(checkpoint: Path) -> None:
         shutil.rmtree(going, ignore_errors=True)
         with suppress(OSError):
             os.rename(checkpoint, going)
-    # Its manifest first: without it nobody takes what is left for a checkpoint.
+    # The manifest first: without it the remaining files are not taken for a checkpoint.
     with suppress(OSError):
         (going / manifest_name(0)).unlink()
     shutil.rmtree(going, ignore_errors=True)

@@ -134,7 +134,7 @@ class _Regrouping:
                 ]
             if key not in _FOR_ALL and self._fits(present, found):
                 return self._entries(path, present, found)
-        # As text: what is not a number does not equal itself.
+        # As text: nan does not equal itself.
         if len({repr(one) for one in found}) > 1:
             raise self._unknown(f"{path} was not the same on all ranks")
         if by_group and len(first) != len(self.here):

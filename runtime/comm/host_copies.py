@@ -86,7 +86,7 @@ class _Beside:
         return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> object:
-        # What is read has been computed, and new memory is no longer in use, when it begins.
+        # The copy begins when its source has been computed and its new memory is free.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for target, source in zip(targets, sources, strict=True):
@@ -96,7 +96,7 @@ class _Beside:
         return done
 
     def wait(self, done: object) -> None:
-        # After it memory may be freed: what computes next in it does so after the copy.
+        # Memory may be freed after it: later work in that memory runs after the copy.
         assert isinstance(done, torch.cuda.Event)
         torch.cuda.current_stream(self._device).wait_event(done)
 

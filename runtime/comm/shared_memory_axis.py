@@ -159,7 +159,7 @@ def open_together(group: dist.ProcessGroup, wanted: bool = True) -> mmap.mmap | 
                 file = os.open(path, os.O_RDWR)
                 opened.callback(os.close, file)
                 memory = mmap.mmap(file, size)
-                if memory[-16:] != mark:  # in another container this is another process
+                if memory[-16:] != mark:  # in another container this id is another process
                     memory = None
         found = [False] * ranks
         dist.all_gather_object(found, memory is not None, group=group)

@@ -184,7 +184,7 @@ class GradientSum:
             queue.end()
         self._pending.reverse()
         while self._pending:
-            self._pending.pop()()  # what a sum has used is let go before the next one is awaited
+            self._pending.pop()()  # a finished sum is freed before the next is awaited
         self._to_come = self._holders()
         for parameter in self._low:  # one by one: what is cast is let go
             gradient, parameter.grad = parameter.grad, None

@@ -126,7 +126,7 @@ class RowShards:
     def fetch(self, bucket: Bucket, into: Sequence[Tensor]) -> Callable[[], None]:
         """Begin to gather the shards of a bucket; the returned function fills `into`, whole."""
         table, columns = _table(bucket, into[0].dtype)
-        own = table.new_empty(table.shape[1])  # what is behind a rank's rows nobody reads
+        own = table.new_empty(table.shape[1])  # entries behind a rank's rows are never read
         for parameter, piece in zip(
             bucket.parameters, torch.split(own, _widths(bucket)), strict=True
         ):

@@ -181,7 +181,7 @@ class _StageSum:
         if not self._learnt and self._trained:
             used = agreed(self._group, self._trained, self._parameters, self._made)
             for name in {*self._fresh} - {*used}:
-                self._held.shards[name].grad = None  # zeros of what nobody uses
+                self._held.shards[name].grad = None  # zeros of parameters that no rank uses
             if self._varies:
                 return
             self._queue = self._queue_of(used, self._made)

@@ -97,7 +97,7 @@ def _pair(subject: Subject, budget: Budget, of: int) -> tuple[Chain, Chain]:
         return lambda: run(chain, device)
 
     x = rows(climb(len(sizes), one, 4, budget, budget.seconds / of).step)
-    # As much again stands between; what computes for long does not notice.
+    # As much again stands between; ops that compute for long are not affected.
     ops = OPS if subject.operations else max(1, COLD // 2 // x.nbytes)
     short, long = Chain(function, rows(0), OPS), Chain(function, x, ops)
     return _cut(short, budget, budget.share(of)), _cut(long, budget, budget.share(of))

@@ -187,7 +187,7 @@ def _stand_ins(known: Mapping[str, Found], local: LocalSpec) -> dict[str, Found]
     lost = {name: found.rough for name, found in known.items() if not found.values}
     stand_ins: dict[str, Found] = {}
     device = torch.device("cuda" if _gpus(local) else "cpu")
-    # So many processes would share what this one has for itself.
+    # Several processes would share the cores that this one has for itself.
     crowd = 1.0 if device.type == "cuda" else max(1.0, local.processes / cores())
     looks: dict[str, Callable[[microbench.Budget], Found]] = {
         DTYPES[0]: lambda budget: microbench.matmuls(torch.float32, budget),

@@ -131,7 +131,7 @@ def _writes(node: fx.Node, inside: Collection[fx.Node]) -> bool:
     """
     if any("batch_norm" in str(op) for op in ops_of(node)):
         return True
-    if not writes(node.target):  # of what a function of ours calls, the arguments stand elsewhere
+    if not writes(node.target):  # calls of autopipe's own functions have their arguments elsewhere
         return any(map(writes, ops_of(node)))
     written = written_arguments(node.target, node.args, node.kwargs)
     return any(not isinstance(n, fx.Node) or _base(n) not in inside for n in written)

@@ -75,7 +75,7 @@ def _memory(
     shards = dict(rank.held.gradients.shards())
     trained = [n for n in names if n in shards and shards[n].grad is not None]
     kept = optimizer.state if optimizer is not None else {}
-    # Under ZeRO-1 and 2 a state is what forward reads, and the master a shard. Under ZeRO-3 what is
+    # Under ZeRO-1 and 2 forward reads the state, and the master is a shard. Under ZeRO-3 what is
     # read is there while it is gathered.
     fully = bool(rank.held.gathered)
     held = shards if fully else states

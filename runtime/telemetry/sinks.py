@@ -112,7 +112,7 @@ class WeightsAndBiases:
         try:
             self._run = wandb.init(project=project, config=config)
         except Exception as error:
-            # Its kind alone: what W&B says of a key is for W&B to print.
+            # Only the kind of error: W&B prints messages about keys itself.
             raise AutopipeError(
                 f"W&B did not begin a run of project {project!r}: {type(error).__name__}",
                 hint="`wandb login` once; or WANDB_MODE=offline, and `wandb sync` later",
@@ -148,7 +148,7 @@ def opened(
             act()
         except Exception as error:  # of any library's kind; training goes on
             sinks.pop(name)
-            # The system's own words or a kind: what a library says may have a key in it.
+            # The system's message or the kind of error: a library's message may contain a key.
             number = error.errno if isinstance(error, OSError) else None
             why = type(error).__name__ if number is None else os.strerror(number)
             say(f"{name} failed, and gets no more metrics: {why}")
