@@ -46,14 +46,14 @@ def tp_groups(cluster: Cluster, tp: int, wanted: int = 1) -> list[TpGroup]:
         alone = {id(device): (GroupKind(device, None),) for device in row}
         return [TpGroup((number,), alone[id(device)]) for number, device in enumerate(row)]
     topology = Topology.of(cluster)
-    dealt = _dealt(topology, tp, wanted)
-    levels = [topology.farthest(devices) for devices in dealt]
+    grouped = _device_groups(topology, tp, wanted)
+    levels = [topology.farthest(devices) for devices in grouped]
     # Groups from site to site share the wires of their sites.
-    at = [{topology.sites[device] for device in devices} for devices in dealt]
+    at = [{topology.sites[device] for device in devices} for devices in grouped]
     crossing = Counter(site for sites in at if len(sites) > 1 for site in sites)
     known: dict[Hashable, tuple[GroupKind, ...]] = {}  # clusters are large, and of few kinds
     found = []
-    for devices, level, sites in zip(dealt, levels, at, strict=True):
+    for devices, level, sites in zip(grouped, levels, at, strict=True):
         own = {id(row[device]): row[device] for device in devices}
         senders = max(crossing[site] for site in sites)
         key = *own, id(level.link), senders
@@ -64,7 +64,8 @@ def tp_groups(cluster: Cluster, tp: int, wanted: int = 1) -> list[TpGroup]:
     return found
 
 
-def _dealt(topology: Topology, tp: int, wanted: int) -> list[tuple[int, ...]]:
+def _device_groups(topology: Topology, tp: int, wanted: int) -> list[tuple[int, ...]]:
+    """The devices of each group: within nodes, then sites, then anywhere, until it is enough."""
     found: list[tuple[int, ...]] = []
     left: Iterable[int] = range(len(topology.nodes))
     for places in (topology.nodes, topology.sites, (0,) * len(topology.nodes)):

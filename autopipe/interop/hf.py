@@ -24,7 +24,7 @@ from autopipe.util import json_text
 from autopipe.util.version import VERSION
 
 STYLES = {"column": "colwise", "row": "rowwise"}
-"""transformers' names for how a linear layer's weight is dealt out."""
+"""transformers' names for the ways to shard a linear layer's weight."""
 
 TRANSFORMERS = Vocabulary(
     "transformers",

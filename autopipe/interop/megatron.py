@@ -102,7 +102,7 @@ def recomputation(plan: Plan, layers: Layers) -> dict[str, str | int | list[str]
 
 
 def sequence_parallel(plan: Plan) -> bool:
-    """Whether what lies between layers is dealt out by its tokens, dim 1."""
+    """Whether activations between layers are sharded by tokens, dim 1."""
     if plan.mesh.tp == 1:
         return False
     made = [state for block in plan.blocks for state in block.states if "/" in state.name]

@@ -12,7 +12,7 @@ from autopipe.cluster.cluster import Cluster
 from autopipe.planfile.parts import Mesh, StagePlan
 
 ZERO = (0, 1, 2, 3)
-"""The ZeRO stages there are, by what they deal out; the least is preferred."""
+"""The ZeRO stages, by what they shard; the lowest is preferred."""
 
 MOST = 1e30
 """What any figure of a plan is below by far, and sums of such figures are finite."""

@@ -125,7 +125,7 @@ def divides(size: int, segments: Segments, ranks: int) -> bool:
 
 
 def part(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Where a rank's part of a segment begins, and its length, as `torch.chunk` deals it out."""
+    """Where a rank's part of a segment begins, and its length, as `torch.chunk` has it."""
     most = -(-size // ranks)
     begin = min(rank * most, size)
     return begin, min(most, size - begin)

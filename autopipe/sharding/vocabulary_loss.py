@@ -60,7 +60,7 @@ def vocabulary_loss(
         dtype: that of the loss; all is computed in fp32, of an x of fp64 in fp64.
         width: columns of a part.
         begin: the number of the first word whose column is in `weight`.
-        axis: over whose ranks the columns are dealt out; empty: all are here.
+        axis: the axis over whose ranks the columns are sharded; empty: all are here.
 
     Returns:
         The loss, a scalar, and the log-sum-exp of each row, for backward.

@@ -31,7 +31,7 @@ from autopipe.stages.op_tape import MADE, SEGMENT
 from autopipe.stages.recompute import Recomputed
 
 Unit = tuple[str, ...]
-"""The names of parameters that are gathered in one go."""
+"""The names of parameters that are gathered together."""
 
 
 class Gatherer(Protocol):

@@ -112,8 +112,8 @@ def arithmetic(
 
 
 def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of one that is of this dtype, as where its master is dealt out, a view: the gradients of all
-    its uses are added in 16 bits, as those of a copy, before they come to the parameter."""
+    """A copy in `dtype`; if the parameter has this dtype (its master is sharded), a view, so that
+    gradients of all its uses are added in 16 bits before they reach it, as those of a copy are."""
     return parameter.view_as(parameter) if parameter.dtype == dtype else parameter.to(dtype)
 
 

@@ -71,9 +71,9 @@ def memory(
     trained = [name for name, state in states.items() if state.trainable]
     held = shards if plan.zero == 3 else sizes
     updated = shards if plan.zero else sizes
-    dealt = {name for name, state in states.items() if state.master is not None}
+    mastered = {name for name, state in states.items() if state.master is not None}
     return Memory(
-        parameters=sum((updated if n in dealt else held)[n] for n in parameters),
+        parameters=sum((updated if n in mastered else held)[n] for n in parameters),
         gradients=sum(
             shards[name] if plan.scatters else bytes_at(states[name].summed, 1) for name in trained
         ),

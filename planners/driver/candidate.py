@@ -177,8 +177,8 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
     def computing(device: Device) -> float:
         return whole_seconds(graph, device, precision)
 
-    dealt = tp_groups(job.cluster, tp, wanted=(constraints.pp or 1) * (constraints.dp or 1))
-    wanted, sizes = _rows(job, len(dealt))
+    tensor_groups = tp_groups(job.cluster, tp, wanted=(constraints.pp or 1) * (constraints.dp or 1))
+    wanted, sizes = _rows(job, len(tensor_groups))
     zeros, constraints = _zeros(graph, constraints.zero), _with_turns(job)
     degree = as_one_rank(
         tp,
@@ -187,12 +187,12 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
         traced.blocks,
         job.cluster,
         wanted[0],
-        slowest=slowest_kind(dealt, computing),
+        slowest=slowest_kind(tensor_groups, computing),
         sequence=request.sequence_parallel,
     )
     sending = partial(sending_seconds, ranks=tp, precision=precision)
     seconds = partial(_kind_seconds, degree, sending, precision, wanted[0])
-    machine, kinds = machine_of(job.cluster, dealt, constraints.memory, seconds)
+    machine, kinds = machine_of(job.cluster, tensor_groups, constraints.memory, seconds)
     return degree, Costing(
         flow=degree.flow,
         blocks=degree.blocks,

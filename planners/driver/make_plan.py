@@ -141,7 +141,7 @@ def plan(
             of them, or paths; "auto": those for which that is quicker than running them again,
             where devices have a link to their host. None: as "off".
         planner: "dynamic": the fastest cuts; "exhaustive": the same, by trying all; "uniform":
-            equally many blocks a stage, as Megatron-LM deals them out.
+            equally many blocks a stage, as Megatron-LM cuts.
         sequence_parallel: with tp, also consider shards of the batch's second dim between layers;
             they hold less, and take less time in norms and sums.
         loss_over: "rows": the loss must be one of the whole batch, however it is cut into

@@ -178,6 +178,6 @@ def _gradients(found: PlannedStages, index: int) -> tuple[int, int]:
     states = (found.split.graph.states[name] for name in found.split.stages[index].states)
     trained = [state for state in states if state.trainable]
     summed = [bytes_at(state.summed, 1) for state in trained]
-    dealt = found.plan.zero == 1 and found.plan.mesh.dp > 1
-    wide = 0 if dealt else sum(bytes_at(state.held, 1) for state in trained) - sum(summed)
+    sharded = found.plan.zero == 1 and found.plan.mesh.dp > 1
+    wide = 0 if sharded else sum(bytes_at(state.held, 1) for state in trained) - sum(summed)
     return max(summed, default=0), wide

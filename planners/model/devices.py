@@ -131,28 +131,28 @@ def _link(machine: Machine, dp: int, group: int, other: int) -> Level:
 
 def machine_of(
     cluster: Cluster,
-    dealt: Sequence[TpGroup],
+    tensor_groups: Sequence[TpGroup],
     limits: Sequence[int] | None = None,
     seconds: Callable[[GroupKind], Any] = lambda kind: nominal(kind.device),
 ) -> tuple[Machine, tuple[GroupKind, ...]]:
     """A cluster's machine, and the kinds of its tensor-parallel groups, the fastest first.
 
     Args:
-        dealt: the cluster's tensor-parallel groups; each becomes one device of the machine.
+        tensor_groups: the cluster's tensor-parallel groups; each becomes one device of the machine.
         limits: bytes that each of the cluster's devices may hold at most.
         seconds: gives a kind's seconds for the model, by which kinds are ordered. (An A100
             multiplies bf16 faster than an RTX 4090, and fp32 slower.)
     """
-    kinds = distinct(dealt)
+    kinds = distinct(tensor_groups)
     if len(kinds) > 1:
         kinds.sort(key=seconds)
     memory = [device.memory for device in cluster.row]
     if limits is not None:
         memory = [min(pair) for pair in zip(memory, limits, strict=True)]
-    means = tuple(group.devices for group in dealt)
-    numbers = {id(group.kinds): max(map(kinds.index, group.kinds)) for group in dealt}
+    means = tuple(group.devices for group in tensor_groups)
+    numbers = {id(group.kinds): max(map(kinds.index, group.kinds)) for group in tensor_groups}
     return Machine(
-        tuple(numbers[id(group.kinds)] for group in dealt),
+        tuple(numbers[id(group.kinds)] for group in tensor_groups),
         tuple(min(memory[device] for device in devices) for devices in means),
         Topology.of(cluster).at([first for first, *_ in means]),
         len(means[0]),

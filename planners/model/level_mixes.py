@@ -93,12 +93,12 @@ def _mixes(group: EqualParts) -> Numbers:
         return np.array([[count * (number in always) for number in range(len(options))]], np.int64)
     useful = [number for number, option in enumerate(options) if option.size > 0]
     if comb(count + len(useful), count) <= MOST_MIXES:
-        dealt = _all_mixes(count, len(useful))
+        mixes = _all_mixes(count, len(useful))
     else:
         useful = _hull([options[number] for number in useful], useful)
-        dealt = _neighbours(count, len(useful))
-    found = np.zeros((len(dealt), len(options)), np.int64)
-    found[:, useful] = dealt
+        mixes = _neighbours(count, len(useful))
+    found = np.zeros((len(mixes), len(options)), np.int64)
+    found[:, useful] = mixes
     return found
 
 

@@ -160,8 +160,8 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
         if pp * dp <= devices
     ]
     if devices > SMALL:
-        dealt = {dp for dp in {dp for _, dp in meshes} if _profiled(problem, dp)}
-        dividing = [mesh for mesh in meshes if mesh[1] in dealt]
+        usable = {dp for dp in {dp for _, dp in meshes} if _profiled(problem, dp)}
+        dividing = [mesh for mesh in meshes if mesh[1] in usable]
         most = max((pp * dp for pp, dp in dividing), default=0)
         meshes = [(pp, dp) for pp, dp in dividing if pp * dp == most] or meshes
     stages = len(asked.turns or ())

@@ -70,7 +70,7 @@ def ruled_out(
         held = flying(problem, config)
         upto = {in_flight: least.upto(in_flight) for in_flight in {*held}}
         sums = [upto[in_flight] for in_flight in held]
-        # A device with several stages may deal out its room among them as it likes.
+        # A device may divide its room among its stages in any way.
         together = [upto[min(held)]]
         if units := max(_left_over(together, config.pp * room), _left_over(sums, room)):
             return RuledOut(units, ever=True)

@@ -162,7 +162,7 @@ def _holders(
     stages = (stage for stage in part.split.stages if name in stage.states)
     pps: Sequence[int] = sorted({part.placed[stage.index] for stage in stages})
     tps: Sequence[int] = (here.tp,) if lies.sharded else range(mesh.tp)
-    if in_rows and not part.plan.scatters:  # ZeRO-1 deals rows out over stages that are tied, too
+    if in_rows and not part.plan.scatters:  # ZeRO-1 shards rows over tied stages, too
         pps = (here.pp,)
         tps = (here.tp,) if lies == R else tps
     return tuple(mesh.rank(pp, dp, tp) for pp in pps for dp in dps for tp in tps)
@@ -171,7 +171,7 @@ def _holders(
 def _writers(
     holders: Mapping[str, tuple[int, ...]], own: Mapping[str, OwnTensor]
 ) -> dict[str, int]:
-    """The rank that writes each tensor: parameters dealt out, buffers by their first holder."""
+    """The rank that writes each tensor: of a parameter one holder, of a buffer the first."""
     writers = {name: ranks[0] for name, ranks in holders.items()}
     given: dict[tuple[int, ...], list[int]] = {}
     for name in sorted(holders, key=lambda name: -prod(own[name].shape)):  # stable: names' order

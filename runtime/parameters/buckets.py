@@ -21,7 +21,7 @@ from autopipe.planfile.parts import BUCKET_BYTES
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one group, dtype and device whose gradients are summed in one go."""
+    """Parameters of one group, dtype and device whose gradients are summed together."""
 
     group: dist.ProcessGroup
     parameters: tuple[nn.Parameter, ...]

@@ -93,8 +93,8 @@ def _hold_whole(
     parameters, stages = _parameters(part, states)
     varying = _varying(part.split.graph)
     if part.plan.deals:
-        dealt = OptimizerShards(parameters, groups, stages, masters, varying)
-        return HeldParameters(states, dealt, {})
+        by_rows = OptimizerShards(parameters, groups, stages, masters, varying)
+        return HeldParameters(states, by_rows, {})
     specs = part.split.graph.states
     low = {n: dtype for n in parameters if (dtype := specs[n].gradient) is not None}
     summed = GradientSum(parameters, groups, stages, low=low, varying=varying)

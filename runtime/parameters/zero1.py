@@ -8,7 +8,7 @@ rows only.
 
 Where a parameter is the fp32 master of a 16-bit one, gradients are added and summed in fp32, or in
 16 bits where that is asked for, and 16 bits are gathered, as Megatron-LM's distributed optimizer
-does; how rows are dealt out is in `row_shards`.
+does; `row_shards` says which rank has which rows.
 
 Bytes of a rank, with P those of its shared trainable parameters, G of their gradients, O optimizer
 bytes per byte of parameter, n ranks in the group, b = max(25 MB, the largest parameter):

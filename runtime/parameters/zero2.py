@@ -39,7 +39,7 @@ class GradientShards:
     """The gradients of a rank's parameters: of each micro-batch summed, to each rank its rows.
 
     Args:
-        held: the parameters and their shards, dealt out over `replicas`.
+        held: the parameters and their shards, over `replicas`.
         parameters: this rank's, by name, in the model's order.
         replicas: the ranks that hold this rank's stages.
         stages: the names that each stage of this rank uses.
@@ -62,9 +62,11 @@ class GradientShards:
         self._parameters = parameters
         self._replicas = replicas
         self._copies = copies
-        dealt = {name: parameters[name] for name in held.rows if parameters[name].requires_grad}
+        sharded = {name: parameters[name] for name in held.rows if parameters[name].requires_grad}
         self._stages = {
-            stage: _StageSum({n: dealt[n] for n in names if n in dealt}, replicas, held, varying)
+            stage: _StageSum(
+                {n: sharded[n] for n in names if n in sharded}, replicas, held, varying
+            )
             for stage, names in stages.items()
         }
         self._now: _StageSum | None = None

@@ -191,7 +191,7 @@ class GatheredStage:
 
 
 def _of_each_dtype(group: dist.ProcessGroup, unit: Sequence[nn.Parameter]) -> list[Bucket]:
-    """The parameters of a unit: those of one dtype are gathered in one go."""
+    """The parameters of a unit: those of one dtype are gathered together."""
     alike: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     for parameter in unit:
         alike[parameter.dtype].append(parameter)

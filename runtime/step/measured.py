@@ -79,7 +79,7 @@ def _memory(
     # read is there while it is gathered.
     fully = bool(rank.held.gathered)
     held = shards if fully else states
-    dealt = {n for n in names if not fully and specs[n].master not in (None, states[n].dtype)}
+    sharded = {n for n in names if not fully and specs[n].master not in (None, states[n].dtype)}
     parameters = [n for n in names if specs[n].kind == "parameter"]
 
     def gradient(name: str) -> int:
@@ -88,7 +88,7 @@ def _memory(
         return states[name].numel() * specs[name].summed.dtype.itemsize
 
     return Memory(
-        parameters=_bytes(shards[n] if n in dealt else held[n] for n in parameters),
+        parameters=_bytes(shards[n] if n in sharded else held[n] for n in parameters),
         gradients=sum(gradient(n) for n in trained),
         optimizer=sum(_state_bytes(kept[shards[n]]) for n in trained if shards[n] in kept),
         buffers=_bytes(states[n] for n in names if specs[n].kind != "parameter"),
