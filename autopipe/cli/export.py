@@ -41,7 +41,7 @@ def export(
         str | None, typer.Option(help="The network interface towards the other nodes.")
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option(help="Of each node its host name, with commas between.")
+        str | None, typer.Option(help="The host name of each node, separated by commas.")
     ] = None,
     port: Annotated[int | None, typer.Option(min=1, help="Where rank 0 listens.")] = None,
     restarts: Annotated[
@@ -52,24 +52,25 @@ def export(
         str | None, typer.Option(help="Slurm: a task a rank (srun), or torchrun on each node.")
     ] = None,
     array: Annotated[
-        str | None, typer.Option(help="Slurm: a run for each of these numbers, its seed: 0-9%2.")
+        str | None,
+        typer.Option(help="Slurm: a run for each of these numbers, which is its seed: 0-9%2."),
     ] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm's.")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm's.")] = None,
     qos: Annotated[str | None, typer.Option(help="Slurm's.")] = None,
     constraint: Annotated[str | None, typer.Option(help="Slurm's.")] = None,
     cpus: Annotated[
-        int | None, typer.Option(min=1, help="Of a task of Slurm's, or of a container.")
+        int | None, typer.Option(min=1, help="CPUs of a task of Slurm's, or of a container.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Of a node, or of its container: 64Gi.")
+        str | None, typer.Option(help="Memory of a node, or of its container: 64Gi.")
     ] = None,
     namespace: Annotated[str | None, typer.Option(help="Kubernetes'.")] = None,
     claim: Annotated[
         str | None, typer.Option(help="Kubernetes: a volume that all pods mount at --folder.")
     ] = None,
     folder: Annotated[
-        str | None, typer.Option(help="In containers, where the plan is; /workspace.")
+        str | None, typer.Option(help="The folder of the plan in containers; /workspace.")
     ] = None,
     rows: Annotated[
         int | None, typer.Option(min=1, help="onnx: rows of every input; a micro-batch's.")

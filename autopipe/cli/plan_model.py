@@ -37,14 +37,14 @@ def plan(
         int | None, typer.Option(min=1, help="Equal parts of a replica's rows in a step.")
     ] = None,
     micro_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Rows of each, in place of their number.")
+        int | None, typer.Option(min=1, help="Rows of a micro-batch, instead of --micro-batches.")
     ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(help="naive, gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v, or a file."),
     ] = None,
     chunks: Annotated[
-        int | None, typer.Option(min=2, help="Stages on each rank, of interleaved.")
+        int | None, typer.Option(min=2, help="Stages on each rank, for interleaved.")
     ] = None,
     window: Annotated[
         int | None,
@@ -52,7 +52,7 @@ def plan(
     ] = None,
     depth: Annotated[
         int | None,
-        typer.Option(min=0, help="Micro-batches under way beyond 1f1b's, of eager-1f1b."),
+        typer.Option(min=0, help="Micro-batches in flight beyond 1f1b's, for eager-1f1b."),
     ] = None,
     precision: Annotated[
         str | None,
@@ -87,7 +87,7 @@ def plan(
     zero: Annotated[
         int | None,
         typer.Option(
-            help="What replicas share out: 0 nothing, 1 optimizer state, 2 gradients, 3 parameters."
+            help="What replicas shard: 0 nothing, 1 optimizer state, 2 gradients, 3 parameters too."
         ),
     ] = None,
     transfers: Annotated[
@@ -100,8 +100,8 @@ def plan(
     turns: Annotated[
         str | None,
         typer.Option(
-            help="Of each stage the ranks of a pipeline that take turns at it, as 1,2,1; or off: "
-            "one each. Default: what is faster."
+            help="The number of ranks that take turns at each stage, as 1,2,1; or off: one each. "
+            "Default: what is faster."
         ),
     ] = None,
     recompute: Annotated[
@@ -158,7 +158,7 @@ def plan(
     loss_parts: Annotated[
         str | None,
         typer.Option(
-            help="Parts of the vocabulary that the loss is computed from: auto, off, or so many."
+            help="Compute the loss from parts of the vocabulary: auto, off, or their number."
         ),
     ] = None,
     json: Json = False,

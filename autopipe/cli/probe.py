@@ -16,7 +16,7 @@ from autopipe.terminal.paths import check_folder
 def probe(
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="How many processes measure at once, as many as are to run."),
+        typer.Option(min=1, help="Processes that measure at once: as many as will run."),
     ] = None,
     output: Annotated[
         Path | None,

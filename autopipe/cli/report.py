@@ -33,7 +33,7 @@ def report(
     sliders: Annotated[
         bool,
         typer.Option(
-            "--sliders/--no-sliders", help="Trace the model again, for formulas to move sliders by."
+            "--sliders/--no-sliders", help="Trace the model again, for the formulas of the sliders."
         ),
     ] = True,
     model: Annotated[str | None, typer.Option(help="The model file, if it has moved.")] = None,

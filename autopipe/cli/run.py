@@ -32,13 +32,13 @@ if TYPE_CHECKING:  # it imports torch, which most commands have no use for
 def run(
     plan: PlanArgument,
     local: Annotated[
-        int | None, typer.Option(min=1, help="Start so many processes on this machine.")
+        int | None, typer.Option(min=1, help="Start this number of processes on this machine.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to train; as long as the batches last.")
+        int | None, typer.Option(min=1, help="Steps to train; default: until the batches end.")
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Times to go through the batches; once.")
+        int | None, typer.Option(min=1, help="Times to go through the batches; default: once.")
     ] = None,
     save: Annotated[
         Path | None, typer.Option(help="Save the whole model at the end, as FILE.safetensors.")
@@ -55,11 +55,11 @@ def run(
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
     replan: Annotated[
-        bool, typer.Option("--replan", help="Make a new plan where there are other devices.")
+        bool, typer.Option("--replan", help="Make a new plan if the devices are not the plan's.")
     ] = False,
     seed: Annotated[
         int | None,
-        typer.Option(help="Seed of the weights, the dropout and the batches; 0 unless said."),
+        typer.Option(help="Seed of weights, dropout and batches; default: 0."),
     ] = None,
     weights: Annotated[
         Path | None, typer.Option(help="Weights to start from: a file, or a run's checkpoints.")
@@ -79,8 +79,8 @@ def run(
         int | None,
         typer.Option(
             min=1,
-            help="Say the loss every so many steps; --metrics, --tensorboard, --wandb and --record "
-            "get the figures of those alone.",
+            help="Steps from one line with the loss to the next; --metrics, --tensorboard, --wandb "
+            "and --record get the figures of these steps only.",
         ),
     ] = None,
     keep_going: Annotated[
@@ -90,10 +90,11 @@ def run(
         Path | None, typer.Option(help="Write each step's figures, as lines of JSON.")
     ] = None,
     tensorboard: Annotated[
-        Path | None, typer.Option(help="Write them for TensorBoard, into this folder.")
+        Path | None, typer.Option(help="Write these figures for TensorBoard, into this folder.")
     ] = None,
     wandb: Annotated[
-        str | None, typer.Option(help="Log them to W&B, in this project; keys are W&B's own.")
+        str | None,
+        typer.Option(help="Log these figures to W&B, in this project; W&B finds its own key."),
     ] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="A folder for what each process started here prints.")

@@ -24,7 +24,7 @@ def simulate(
         int | None, typer.Option(min=1, help="Equal parts of a step's batch; 8.")
     ] = None,
     chunks: Annotated[
-        int | None, typer.Option(min=2, help="Stages on each rank, of interleaved; 2.")
+        int | None, typer.Option(min=2, help="Stages on each rank, for interleaved; 2.")
     ] = None,
     forward: Annotated[
         float | None,
@@ -49,7 +49,7 @@ def simulate(
     ] = None,
     depth: Annotated[
         int | None,
-        typer.Option(min=0, help="Micro-batches under way beyond 1f1b's, of eager-1f1b; 1."),
+        typer.Option(min=0, help="Micro-batches in flight beyond 1f1b's, for eager-1f1b; 1."),
     ] = None,
     waits: Annotated[bool, typer.Option("--waits", help="Draw waits, as dots.")] = False,
     transfers: Annotated[bool, typer.Option("--transfers", help="Draw transfers.")] = False,

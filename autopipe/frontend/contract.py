@@ -5,10 +5,10 @@ A model file is plain Python; `autopipe init model.py` writes one. Functions are
 
 \b
 model() -> nn.Module                            required: the model, built
-inputs(batch_size) -> dict or tuple             required: an example batch of so many rows
+inputs(batch_size) -> dict or tuple             required: an example batch of batch_size rows
 loss(outputs, batch) -> Tensor or SumCount      default: the output itself, or its .loss
 batches(batch_size, shard=0, num_shards=1)      default: inputs(batch_size), again and again
-batches = DataLoader(...)                       or so: whole batches; each replica takes its rows
+batches = DataLoader(...)                       or: whole batches; each replica takes its rows
 optimizer(parameters) -> Optimizer              default: AdamW; or (named_parameters)
 scheduler(optimizer) -> LRScheduler             default: the learning rate stays
 batch_size = 32                                 default: 8 a device
@@ -16,9 +16,9 @@ max_grad_norm = 1.0                             default: gradients are not clipp
 loss_over = "batch" or "micro-batch"            default: "rows", a mean over the batch's rows
 lengths = (128, 256, 512)                       default: tokens of a row as inputs gives, or fewer
 
-b in what is printed are the rows of one micro-batch: a step's batch goes to dp replicas, and on
-each through the stages in so many equal micro-batches. window: how many micro-batches a stage lets
-the one before it send ahead of need. depth: how many more than 1f1b asks for are under way.
+In printed shapes b is the rows of one micro-batch: a step's batch is divided over dp replicas, and
+on each into equal micro-batches. window: micro-batches that a stage lets the one before it send
+ahead of need. depth: micro-batches in flight beyond those of 1f1b.
 """
 
 TEMPLATE = '''\
