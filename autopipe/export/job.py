@@ -14,14 +14,14 @@ from autopipe.util.numbers import count, seconds
 
 @dataclass(frozen=True)
 class Launch:
-    """What is started where.
+    """The processes to start on each node.
 
     Attributes:
-        plan: the decisions.
-        path: of the plan's file, as the nodes find it.
-        words: the user's.
-        processes: on each node, in the plan's order.
-        devices: that each of these nodes has; whole nodes are asked for.
+        plan: the plan.
+        path: the path of the plan's file, as the nodes find it.
+        words: the user's words.
+        processes: the number of processes on each node, in the plan's order.
+        devices: the number of devices of each of these nodes; whole nodes are asked for.
     """
 
     plan: Plan
@@ -32,7 +32,7 @@ class Launch:
 
     @property
     def nodes(self) -> int:
-        """Nodes that have a rank."""
+        """The number of nodes with ranks."""
         return len(self.processes)
 
     @property
@@ -42,12 +42,12 @@ class Launch:
 
     @property
     def sites(self) -> int:
-        """Places, far apart, at which its nodes stand."""
+        """The number of sites, far apart, of its nodes."""
         return len({node.site for node in self.node_groups})
 
     @property
     def node_groups(self) -> list[NodeGroup]:
-        """Of each node, what the cluster says of it."""
+        """The cluster's entry for each node."""
         return _node_groups(self.plan)
 
     @property
@@ -65,7 +65,7 @@ class Launch:
 
     @property
     def title(self) -> str:
-        """What it is, for the first line of a script: numbers of the plan alone."""
+        """A description for the first line of a script, made of the plan's numbers only."""
         mesh, step = self.plan.mesh, self.plan.prediction.step_seconds
         spread = (
             count(self.processes[0], "process", "processes")
@@ -106,7 +106,7 @@ def job_of(plan: Plan, path: str, words: Words) -> Launch:
 
 
 def check_alike(job: Launch, target: str) -> None:
-    """Refuse nodes that differ: who hands out nodes of a pool cannot bind ranks to one of them.
+    """Refuse nodes that differ: a scheduler that assigns nodes cannot bind ranks to single ones.
 
     Raises:
         AutopipeError: says which nodes differ in what.

@@ -39,7 +39,7 @@ def settings(job: Launch) -> dict[str, str]:
 
 
 def advice(job: Launch) -> list[str]:
-    """Lines for whoever may set up the nodes; empty where there is nothing to set up."""
+    """Lines of advice for setting up the nodes; empty if nothing has to be set up."""
     across = job.plan.cluster.across
     if job.sites < 2 or across is None:
         return []

@@ -18,12 +18,12 @@ from autopipe.planfile.contents import Plan
 
 @dataclass(frozen=True)
 class Launcher:
-    """Who starts a plan.
+    """A launcher.
 
     Attributes:
         write: makes the text.
-        takes: names of the words that mean something there, beside those that all take.
-        program: whether the text is a program, rather than a manifest.
+        takes: names of the words that it takes, besides those that all launchers take.
+        program: whether the text is a program, and not a manifest.
     """
 
     write: Callable[[Launch], str]
@@ -55,7 +55,7 @@ def export(plan: Plan, target: str, path: str, words: Words) -> str:
     """The script or manifest that starts `plan` by one of `LAUNCHERS`.
 
     Args:
-        path: of the plan's file, as the nodes find it.
+        path: the path of the plan's file, as the nodes find it.
 
     Raises:
         AutopipeError: a word is none of the target's, or holds what a script may not; or the target

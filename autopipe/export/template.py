@@ -12,8 +12,8 @@ import jinja2
 def shell(name: str, **values: object) -> str:
     """The script that the template `name` of this room makes of `values`.
 
-    In a template `{{ x | q }}` is x as one word of the shell, `{{ xs | qs }}` are several; what
-    stands without either is a number, or a word that `words.check` has let through.
+    In a template `{{ x | q }}` is x as one word of the shell, and `{{ xs | qs }}` several words. A
+    value without either filter is a number, or a word that `words.check` has accepted.
     """
     return _environment().get_template(name).render(**values)
 

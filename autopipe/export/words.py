@@ -1,7 +1,7 @@
-"""What a user says about a job beside its plan, each word checked: scripts and manifests hold them.
+"""The words that a user gives for a job besides its plan, each checked for scripts and manifests.
 
-A word is of letters that mean nothing to a shell, to sbatch or to YAML; a path may have any letter
-but those that end a line, and is quoted.
+A word may only have characters without a meaning for a shell, sbatch and YAML; a path may have any
+character that does not end a line, and is quoted.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ from autopipe.errors import AutopipeError
 
 @dataclass(frozen=True)
 class Words:
-    """A job as its user wants it; None, 0 and empty where nothing was said.
+    """A user's words for a job; None, 0 and empty: not given.
 
     Attributes:
-        name: of the job; a label of DNS, which every target takes.
+        name: the name of the job; a DNS label, which every target takes.
         run: further options of `autopipe run`.
         checkpoints: the folder for checkpoints; the job saves before it ends, and resumes.
         save_every, keep: steps from one checkpoint to the next; how many are kept.
         time_limit: seconds.
-        image: a container's.
+        image: the container image.
         interface: the network interface towards the other nodes.
-        hosts: of each node in the plan's order, its name or address.
+        hosts: the name or address of each node, in the plan's order.
         port: where rank 0 listens; 0: the target's own choice.
         restarts: how often ranks are started again after a failure.
         style: what Slurm starts: a task a rank (`srun`), or torchrun on each node (`torchrun`).
         venv: a Python environment to activate on each node.
-        array: Slurm's, `0-3` or `0-9%2`: a run each, with that seed and its own checkpoints.
-        partition, account, qos, constraint: Slurm's.
-        cpus, memory: of a task of Slurm's, or of a node's container.
-        namespace, claim: of Kubernetes; a claim for a volume that all nodes mount at `folder`.
-        folder: where the plan is in a container.
+        array: Slurm's array, `0-3` or `0-9%2`: a run for each number, which is its seed, with its
+            own checkpoints.
+        partition, account, qos, constraint: Slurm's options of these names.
+        cpus, memory: those of a task of Slurm's, or of a node's container.
+        namespace, claim: Kubernetes' namespace, and its claim for a volume that all nodes mount at
+            `folder`.
+        folder: the folder of the plan in a container.
     """
 
     name: str = "autopipe"
@@ -89,15 +91,15 @@ _MOST = {"port": 65535, "restarts": 1000, "cpus": 4096, "time_limit": 365 * 8640
 
 
 def option(name: str) -> str:
-    """A word as it is asked for on the command line."""
+    """The command line's option for a word."""
     return {"time_limit": "--time"}.get(name, f"--{name.replace('_', '-')}")
 
 
 def check(words: Words) -> None:
-    """Refuse what no script or manifest may hold.
+    """Refuse words that no script or manifest may hold.
 
     Raises:
-        AutopipeError: the word, what may stand there, what was found.
+        AutopipeError: names the word, what is allowed, and what was found.
     """
     for name, (form, longest, letters) in _FORMS.items():
         found = getattr(words, name)

@@ -1,12 +1,12 @@
 """A plan, its sheets and a run's recording  ->  one HTML page that needs nothing besides itself.
 
-In: a plan; of it and its rivals sheets (`scaling.sheet`), if their model is at hand; of a run what
-`report.recorded` has read. Out: text of a page: HTML with its styles, its script and its data.
-Never found here: torch, decisions; a text that becomes markup (templates escape all of them).
+In: a plan; the sheets of it and its rivals (`scaling.sheet`), if the model is at hand; a run's
+recording (`report.recorded`). Out: the text of a page: HTML with its styles, script and data.
+Never found here: torch, decisions; text that becomes markup (templates escape all text).
 
 Other rooms use: `write.page`.
 
-    contents    what stands on a page, as data               start here
+    contents    the contents of a page, as data              start here
     waterfall   a step from the devices' peak to waiting, and what a run measured
     steps       a step's boxes, planned and measured
     memory      what each device holds over the step

@@ -1,4 +1,4 @@
-"""Where time went, and what to change: sentences from a plan's parts, and from a run beside it."""
+"""Say in sentences where a step's time goes and what to change, for a plan and for a run of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST = 4
 
 @dataclass(frozen=True)
 class Advice:
-    """A finding, and what to try; the latter empty where nothing follows."""
+    """A finding, and what to try (may be empty)."""
 
     found: str
     change: str = ""

@@ -1,4 +1,4 @@
-"""What stands on a page, as data: its headline, charts, tables, and the sheets that sliders move.
+"""The contents of a page, as data: headline, charts, tables, and the sheets for its sliders.
 
 Plan, Sheets, Recording  --contents_of-->  Contents  --write.page-->  HTML
 """
@@ -32,7 +32,7 @@ MEMORY_SHARES = tuple(sixteenth / 16 for sixteenth in range(4, 33))
 
 @dataclass(frozen=True)
 class Headline:
-    """A figure in large letters, with its words below; `beside`: what was planned, or its share."""
+    """A figure in large letters, words below it; `beside`: the planned figure, or its share."""
 
     figure: str
     words: str
@@ -41,7 +41,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class Captioned:
-    """A table of texts; `words` are the columns that hold words and not figures."""
+    """A table of texts; `words` are the columns of words, the others hold figures."""
 
     caption: str
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class Captioned:
 
 @dataclass(frozen=True)
 class StageWords:
-    """What a stage holds: a title, and terms with their texts."""
+    """A description of a stage: a title, and terms with their texts."""
 
     title: str
     terms: tuple[tuple[str, str], ...]
@@ -59,11 +59,11 @@ class StageWords:
 
 @dataclass(frozen=True)
 class Sliders:
-    """What the page's script evaluates, and where its sliders stop.
+    """The sheets that the page's script evaluates, and the stops of its sliders.
 
     Attributes:
         sheets: the plan's is the first.
-        link: what the farthest link joins; empty where there is nothing to move.
+        link: what the farthest link joins; empty: there is no slider for it.
         room: bytes of the plan's fullest device, which the memory slider stands for.
         why_no_tokens: as a sentence; empty if tokens are a slider.
     """
@@ -98,7 +98,7 @@ class Sliders:
 
 @dataclass(frozen=True)
 class Contents:
-    """A page; what is None is not on it."""
+    """A page; a part that is None is left out."""
 
     title: str
     kind: str
@@ -129,11 +129,11 @@ def contents_of(
     why_no_tokens: str = "",
     run: Recording | None = None,
 ) -> Contents:
-    """What stands on the page of a plan, or of a run of it.
+    """The contents of the page of a plan, or of a run of it.
 
     Args:
-        title: what its user calls it, the name of the file.
-        sheets, stops: of the plan and its rivals; none at all: the page has no sliders.
+        title: the name of the plan's file.
+        sheets, stops: those of the plan and its rivals; empty: the page has no sliders.
 
     Raises:
         ScheduleError: the plan's programs cannot run to their end.

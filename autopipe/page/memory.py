@@ -1,4 +1,4 @@
-"""What each rank holds over the step: its states, and what micro-batches come and go with."""
+"""The memory of each rank over the step, as a curve: states, and tensors of micro-batches."""
 
 from __future__ import annotations
 

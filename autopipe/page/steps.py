@@ -31,7 +31,7 @@ class Box:
 
     Attributes:
         kind: F, B, I, W; `wait`, `sum`.
-        number: of the micro-batch; empty where it says nothing.
+        number: the number of the micro-batch; empty if it does not matter.
         chunk: 1 for the second stage of its rank, and so on.
         shade: 0 for the first micro-batch, 1 for the last.
         left, width: percent of the picture.

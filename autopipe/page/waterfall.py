@@ -1,4 +1,4 @@
-"""A step from the devices' peak down to waiting, as bars, and beside them what a run measured."""
+"""Bars of a planned step, from the devices' peak down to waiting, beside a measured one's."""
 
 from __future__ import annotations
 
