@@ -9,9 +9,11 @@ Other rooms use: `source.as_module`. Users: `autopipe.from_onnx`, which is `modu
     source       a file as a model file: model(), inputs(batch_size), a loss
     module       the nodes of a file, run one after another          start reading here
     values       what passes between nodes: tensors, and sizes that are known as numbers
-    ops          which function computes which op
+    ops          which function computes which op, and which attributes it reads
     elementwise  ops on each entry, and reductions
     layers       products, convolutions, norms, attention, losses
-    recurrent    LSTM and GRU
+    pictures     ops on pixels: resize, grid samples
+    recurrent    RNN, LSTM and GRU
+    sequences    ops on lists of tensors, as an exporter writes a split
     shapes       ops that compute with sizes, or move entries
 """

@@ -110,6 +110,35 @@ def _with(function: Callable[..., Tensor], **given: tuple[str, float]) -> Functi
     return compute
 
 
+def _power(base: Tensor, exponent: Tensor) -> Tensor:
+    return torch.pow(base, exponent).to(base.dtype)
+
+
+def _is_infinite(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
+    x, none = as_tensor(inputs[0]), torch.zeros((), dtype=torch.bool)
+    up = torch.isposinf(x) if node.get("detect_positive", 1) else none
+    return up | (torch.isneginf(x) if node.get("detect_negative", 1) else none)
+
+
+def _selu(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
+    x, own = as_tensor(inputs[0]), node.attributes.keys() & {"alpha", "gamma"}
+    if not own:  # of the paper, which are torch's
+        return F.selu(x)
+    alpha, gamma = node.get("alpha", 1.6732631921768188), node.get("gamma", 1.0507010221481323)
+    made: Tensor = gamma * F.elu(x, alpha)
+    return made
+
+
+def _thresholded(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
+    return F.threshold(as_tensor(inputs[0]), node.get("alpha", 1.0), 0.0)
+
+
+def _shrunk(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
+    x, bias, edge = as_tensor(inputs[0]), node.get("bias", 0.0), node.get("lambd", 0.5)
+    outer = torch.where(x > edge, x - bias, torch.zeros_like(x))
+    return torch.where(x < -edge, x + bias, outer)
+
+
 def _prelu(x: Tensor, slope: Tensor) -> Tensor:
     return torch.where(x >= 0, x, x * slope)
 
@@ -174,15 +203,20 @@ ELEMENTWISE: dict[str, Function] = {
     "Equal": of_either(np.equal, torch.eq),
     "Where": of_either(_where, torch.where),
     "Neg": of_either(np.negative, torch.neg),
-    "Pow": of_tensors(torch.pow),
+    "Pow": of_tensors(_power),
     **{
         name: of_tensors(getattr(torch, name.lower()))
         for name in (
             *("Abs", "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sigmoid", "Relu", "Sin", "Cos", "Tan"),
             *("Asin", "Acos", "Atan", "Sinh", "Cosh", "Reciprocal", "Floor", "Ceil", "Round"),
-            *("Sign", "Greater", "Less", "IsNaN", "IsInf"),
+            *("Asinh", "Acosh", "Atanh", "Sign", "Greater", "Less", "IsNaN"),
         )
     },
+    **{
+        f"Bitwise{name}": of_tensors(getattr(torch, f"bitwise_{name.lower()}"))
+        for name in ("And", "Or", "Xor", "Not")
+    },
+    "IsInf": _is_infinite,
     "GreaterOrEqual": of_tensors(torch.ge),
     "LessOrEqual": of_tensors(torch.le),
     "Not": of_tensors(torch.logical_not),
@@ -203,7 +237,9 @@ ELEMENTWISE: dict[str, Function] = {
     "LeakyRelu": _with(F.leaky_relu, negative_slope=("alpha", 0.01)),
     "Elu": _with(F.elu, alpha=("alpha", 1.0)),
     "Celu": _with(F.celu, alpha=("alpha", 1.0)),
-    "Selu": of_tensors(F.selu),
+    "Selu": _selu,
+    "ThresholdedRelu": _thresholded,
+    "Shrink": _shrunk,
     "Softmax": _softmax(torch.softmax),
     "LogSoftmax": _softmax(torch.log_softmax),
     "Sum": _many(torch.add),
@@ -215,7 +251,9 @@ ELEMENTWISE: dict[str, Function] = {
     "ReduceMax": _reduced(torch.amax),
     "ReduceMin": _reduced(torch.amin),
     "ReduceProd": _reduced(_product),
+    "ReduceL1": _reduced(lambda x, dims, keepdim: x.abs().sum(dims, keepdim)),
     "ReduceL2": _reduced(_norm),
+    "ReduceLogSum": _reduced(lambda x, dims, keepdim: x.sum(dims, keepdim).log()),
     "ReduceSumSquare": _reduced(lambda x, dims, keepdim: x.square().sum(dims, keepdim)),
     "ReduceLogSumExp": _reduced(torch.logsumexp),
 }

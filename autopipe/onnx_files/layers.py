@@ -72,6 +72,13 @@ def _symmetric(node: NodeOf, dims: int) -> list[int] | None:
     return list(pads[:dims]) if auto and list(pads[:dims]) == list(pads[dims:]) else None
 
 
+def _pool_pads(node: NodeOf, kernel: Sequence[int]) -> list[int] | None:
+    """The same of a pool, whose own pads are at most half of its kernel in torch."""
+    pads = _symmetric(node, len(kernel))
+    fits = pads is not None and all(2 * pad <= k for pad, k in zip(pads, kernel, strict=True))
+    return pads if fits else None
+
+
 def _conv(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
     x, weight, dims = as_tensor(inputs[0]), as_tensor(inputs[1]), as_tensor(inputs[1]).ndim - 2
     pads = _symmetric(node, dims)
@@ -110,7 +117,7 @@ def _max_pool(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
     x, kernel = as_tensor(inputs[0]), node.get("kernel_shape")
     if node.outputs > 1:
         raise node.refuse("the places of the largest entries are not read")
-    dims, pads = len(kernel), _symmetric(node, len(kernel))
+    dims, pads = len(kernel), _pool_pads(node, kernel)
     if pads is None:
         x = _padding(node, x, kernel, float("-inf"))
     return _MAX_POOLS[dims](
@@ -125,9 +132,9 @@ def _max_pool(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
 
 def _mean_pool(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
     x, kernel = as_tensor(inputs[0]), node.get("kernel_shape")
-    dims, pads = len(kernel), _symmetric(node, len(kernel))
+    dims, pads = len(kernel), _pool_pads(node, kernel)
     if pads is None or node.get("dilations", [1] * dims) != [1] * dims:
-        raise node.refuse("unlike pads at both ends, or dilations, are not read")
+        raise node.refuse("unlike or large pads, or dilations, are not read")
     return _MEAN_POOLS[dims](
         x,
         tuple(kernel),
@@ -158,20 +165,17 @@ def _batch_norm(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
     return F.batch_norm(x, mean, variance, scale, shift, eps=node.get("epsilon", 1e-5))
 
 
-def _layer_norm(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
-    x = as_tensor(inputs[0])
+def _layer_norm(node: NodeOf, inputs: Sequence[Value]) -> Any:
+    x, eps = as_tensor(inputs[0]), node.get("epsilon", 1e-5)
     axis = node.get("axis", -1) % x.ndim
-    if node.outputs > 1:
-        raise node.refuse("a norm's mean and deviation as results are not read")
     scale, shift = as_tensor(inputs[1]), _given(inputs, 2)
-    shape = x.shape[axis:]
-    return F.layer_norm(
-        x,
-        shape,
-        scale.expand(shape),
-        None if shift is None else shift.expand(shape),
-        node.get("epsilon", 1e-5),
-    )
+    shape, dims = x.shape[axis:], tuple(range(axis, x.ndim))
+    shift = None if shift is None else shift.expand(shape)
+    made = F.layer_norm(x, shape, scale.expand(shape), shift, eps)
+    if node.outputs == 1:
+        return made
+    mean, variance = x.mean(dims, keepdim=True), x.var(dims, correction=0, keepdim=True)
+    return made, mean, torch.rsqrt(variance + eps)
 
 
 def _rms_norm(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
@@ -194,9 +198,12 @@ def _instance_norm(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
 
 
 def _dropout(node: NodeOf, inputs: Sequence[Value]) -> Any:
-    """In evaluation, as files are exported: nothing is dropped."""
+    """In evaluation, as files are exported, nothing is dropped."""
     if node.outputs > 1:
         raise node.refuse("the mask of a dropout as a result is not read")
+    if len(inputs) > 2 and inputs[2] is not None and bool(as_tensor(inputs[2])):
+        ratio = _given(inputs, 1)
+        return F.dropout(as_tensor(inputs[0]), 0.5 if ratio is None else ratio.item())
     return as_tensor(inputs[0])
 
 
@@ -211,12 +218,16 @@ def _attention(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
         heads, kv_heads = node.get("q_num_heads"), node.get("kv_num_heads")
         q = _heads(q, heads)
         k, v = _heads(k, kv_heads), _heads(v, kv_heads)
+    causal = bool(node.get("is_causal", 0))
+    if causal and mask is not None:  # torch takes one of the two
+        sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        mask = mask & sees if mask.dtype == torch.bool else mask.masked_fill(~sees, -torch.inf)
     made = F.scaled_dot_product_attention(
         q,
         k,
         v,
         attn_mask=mask,
-        is_causal=bool(node.get("is_causal", 0)),
+        is_causal=causal and mask is None,
         scale=node.get("scale"),
         enable_gqa=q.shape[1] != k.shape[1],
     )
@@ -251,6 +262,34 @@ def _product(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
     return torch.matmul(as_tensor(inputs[0]), as_tensor(inputs[1]))
 
 
+def _scaled(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
+    return F.normalize(as_tensor(inputs[0]), node.get("p", 2), node.get("axis", -1))
+
+
+def _centered(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
+    x, axes = as_tensor(inputs[0]), tuple(node.get("axes", (0, 2, 3)))
+    off = x - x.mean(axes, keepdim=True)
+    return off / (off.square().mean(axes, keepdim=True).sqrt() + 1e-9)
+
+
+def _rotary(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
+    """Rotated pairs of queries or keys, (rows, heads, tokens, width) or (rows, tokens, all)."""
+    x, cos, sin = map(as_tensor, inputs[:3])
+    flat = x.ndim == 3
+    x = _heads(x, node.get("num_heads")) if flat else x
+    if len(inputs) > 3 and inputs[3] is not None:  # the places of tokens in a table
+        cos, sin = cos[as_tensor(inputs[3])], sin[as_tensor(inputs[3])]
+    turned = node.get("rotary_embedding_dim", 0) or x.shape[-1]
+    own, rest = x[..., :turned], x[..., turned:]
+    paired = bool(node.get("interleaved", 0))
+    left, right = (own[..., 0::2], own[..., 1::2]) if paired else own.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    halves = cos * left - sin * right, sin * left + cos * right
+    made = torch.stack(halves, -1).flatten(-2) if paired else torch.cat(halves, -1)
+    made = torch.cat([made, rest], -1)
+    return made.transpose(1, 2).flatten(2) if flat else made
+
+
 LAYERS: dict[str, Function] = {
     "MatMul": _product,
     "Gemm": _gemm,
@@ -268,6 +307,9 @@ LAYERS: dict[str, Function] = {
     "InstanceNormalization": _instance_norm,
     "Dropout": _dropout,
     "Attention": _attention,
+    "RotaryEmbedding": _rotary,
+    "LpNormalization": _scaled,
+    "MeanVarianceNormalization": _centered,
     "SoftmaxCrossEntropyLoss": _cross_entropy(F.cross_entropy),
     "NegativeLogLikelihoodLoss": _cross_entropy(F.nll_loss),
 }

@@ -30,7 +30,15 @@ from torch import Tensor, nn
 from autopipe.errors import ModelError
 from autopipe.onnx_files.elementwise import DTYPES
 from autopipe.onnx_files.ops import function_of
-from autopipe.onnx_files.values import MOST_SIZES, Function, NodeOf, Sizes, Value, as_tensor
+from autopipe.onnx_files.values import (
+    MOST_SIZES,
+    Function,
+    NodeOf,
+    Sizes,
+    Value,
+    as_tensor,
+    tensor_of,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -38,8 +46,13 @@ if TYPE_CHECKING:
 OWN = ("", "ai.onnx")
 """The names of ONNX's own domain."""
 
-RUNNING = {"BatchNormalization": (3, 4)}
-"""By the op, which of its inputs are figures that no gradient changes."""
+RUNNING = {
+    "BatchNormalization": (3, 4),
+    "NegativeLogLikelihoodLoss": (2,),
+    "SoftmaxCrossEntropyLoss": (2,),
+}
+"""By the op, which of its inputs are figures that no gradient changes: means and variances, weights
+of classes."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +145,11 @@ class OnnxModule(nn.Module):
         told = NodeOf(
             op=node.op_type,
             where=f"{self._file}: the node{called} ({node.op_type})",
-            attributes={attribute.name: plain(attribute) for attribute in node.attribute},
+            attributes={
+                attribute.name: plain(attribute)
+                for attribute in node.attribute
+                if not _is_default(node, attribute, version)
+            },
             outputs=sum(bool(name) for name in node.output),
             version=version,
         )
@@ -158,7 +175,7 @@ class OnnxModule(nn.Module):
             home = home.get_submodule(part)
         while hasattr(home, last):  # of two names that Python cannot tell apart
             last += "_"
-        tensor = torch.from_numpy(np.array(array))
+        tensor = tensor_of(array)
         if trained:
             home.register_parameter(last, nn.Parameter(tensor))
         else:
@@ -259,6 +276,19 @@ def _array(tensor: onnx.TensorProto, path: Path) -> np.ndarray[Any, Any]:
             f"{path.name}: {tensor.name!r} has the data type {tensor.data_type}, not read"
         )
     return numpy_helper.to_array(tensor, base_dir=str(path.parent))
+
+
+def _is_default(node: onnx.NodeProto, own: onnx.AttributeProto, version: int) -> bool:
+    """Whether an attribute has the value that its op has where nobody says."""
+    from onnx import defs, helper
+
+    if not defs.has(node.op_type, version, ""):
+        return False
+    known = defs.get_schema(node.op_type, version, "").attributes.get(own.name)
+    if known is None or known.default_value.type != own.type:
+        return False
+    value = helper.get_attribute_value(known.default_value)
+    return bool(value == helper.get_attribute_value(own))
 
 
 def _constant(node: NodeOf) -> np.ndarray[Any, Any]:

@@ -1,8 +1,9 @@
-"""Recurrent layers (onnx.ai/onnx/operators: LSTM, GRU), by torch's own kernels.
+"""Recurrent layers (onnx.ai/onnx/operators: RNN, LSTM, GRU), by torch's own kernels.
 
 of a gate's rows in W, R and B      ONNX has               torch has
 LSTM                                input output forget c  input forget c output
 GRU                                 update reset hidden    reset update hidden
+RNN                                 hidden                 hidden
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from autopipe.onnx_files.values import Function, NodeOf, Value, as_tensor
 
-ORDERS = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2)}
+ORDERS = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
 """By the op, where each of torch's gates stands among ONNX's."""
 
 
@@ -49,7 +50,8 @@ def _layer(node: NodeOf, inputs: Sequence[Value]) -> tuple[Any, ...]:
     if node.op == "LSTM":
         made, *last = torch.lstm(x, (h, c), flat, *how)
     else:
-        made, *last = torch.gru(x, h, flat, *how)
+        kernel = torch.gru if node.op == "GRU" else torch.rnn_tanh
+        made, *last = kernel(x, h, flat, *how)
     tokens, rows, _ = made.shape
     return made.reshape(tokens, rows, 1 + both, hidden).transpose(1, 2), *last
 
@@ -60,4 +62,4 @@ def _ordered(node: NodeOf, weight: Tensor) -> Tensor:
     return torch.cat([gates[place] for place in ORDERS[node.op]])
 
 
-RECURRENT: dict[str, Function] = {"LSTM": _layer, "GRU": _layer}
+RECURRENT: dict[str, Function] = dict.fromkeys(ORDERS, _layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autopipe.onnx_files.elementwise import dtype_of
 from autopipe.onnx_files.values import (
     Function,
     NodeOf,
@@ -19,6 +20,7 @@ from autopipe.onnx_files.values import (
     ints,
     is_sizes,
     sizes,
+    tensor_of,
 )
 
 _FAR = 2**31
@@ -133,7 +135,7 @@ def _gather(node: NodeOf, inputs: Sequence[Value]) -> Value:
         return x.select(axis, int(given))
     index = as_tensor(given)
     if is_sizes(given):  # numbers may count from the end; tokens do not
-        index = torch.where(index < 0, index + x.shape[axis], index)
+        index = _places(index, x.shape[axis])
     if axis == 0 and x.ndim == 2 and not is_sizes(given):
         return F.embedding(index, x)
     return x.index_select(axis, index.reshape(-1)).reshape(
@@ -141,8 +143,14 @@ def _gather(node: NodeOf, inputs: Sequence[Value]) -> Value:
     )
 
 
+def _places(index: Tensor, size: int) -> Tensor:
+    """Places in a dim of this size, of which negative ones count from its end."""
+    return torch.where(index < 0, index + size, index)
+
+
 def _gather_elements(node: NodeOf, inputs: Sequence[Value]) -> Value:
-    return torch.gather(as_tensor(inputs[0]), node.get("axis", 0), as_tensor(inputs[1]))
+    x, axis = as_tensor(inputs[0]), node.get("axis", 0)
+    return torch.gather(x, axis, _places(as_tensor(inputs[1]), x.shape[axis]))
 
 
 def _gather_nd(node: NodeOf, inputs: Sequence[Value]) -> Value:
@@ -162,9 +170,13 @@ def _scatter_nd(node: NodeOf, inputs: Sequence[Value]) -> Value:
 def _scatter_elements(node: NodeOf, inputs: Sequence[Value]) -> Value:
     x, index, updates = map(as_tensor, inputs)
     how, axis = node.get("reduction", "none"), node.get("axis", 0)
-    if how not in ("none", "add"):
-        raise node.refuse(f"reduction={how!r} is not read")
-    return x.scatter_add(axis, index, updates) if how == "add" else x.scatter(axis, index, updates)
+    index = _places(index, x.shape[axis])
+    if how == "none":
+        return x.scatter(axis, index, updates)
+    if how == "add":
+        return x.scatter_add(axis, index, updates)
+    names = {"mul": "prod", "max": "amax", "min": "amin"}
+    return x.scatter_reduce(axis, index, updates, names[how])
 
 
 def _expand(node: NodeOf, inputs: Sequence[Value]) -> Value:
@@ -191,7 +203,7 @@ def _range(node: NodeOf, inputs: Sequence[Value]) -> Value:
 def _full(node: NodeOf, inputs: Sequence[Value]) -> Value:
     given = node.get("value")
     value = 0.0 if given is None else given.item()
-    dtype = torch.float32 if given is None else torch.from_numpy(np.array(given)).dtype
+    dtype = torch.float32 if given is None else tensor_of(given).dtype
     shape = ints(node, inputs[0])
     if dtype == torch.int64 and len(shape) == 1 and isinstance(shape[0], int | np.integer):
         return sizes([value] * int(shape[0]))
@@ -224,7 +236,7 @@ def _one_hot(node: NodeOf, inputs: Sequence[Value]) -> Value:
         return np.stack([sizes(row) for row in rows])
     index = as_tensor(inputs[0])
     off, on = as_tensor(inputs[2]).unbind()
-    index = torch.where(index < 0, index + count, index).unsqueeze(axis)
+    index = _places(index, count).unsqueeze(axis)
     shape = [1] * index.ndim
     shape[axis] = count
     return torch.where(index == torch.arange(count).reshape(shape), on, off)
@@ -236,10 +248,27 @@ def _trilu(node: NodeOf, inputs: Sequence[Value]) -> Value:
     return torch.triu(x, diagonal) if node.get("upper", 1) else torch.tril(x, diagonal)
 
 
-def _cumulated(node: NodeOf, inputs: Sequence[Value]) -> Value:
-    if node.get("exclusive", 0) or node.get("reverse", 0):
-        raise node.refuse("exclusive and reverse are not read")
-    return torch.cumsum(as_tensor(inputs[0]), int(ints(node, inputs[1])[0]))
+def _cumulated(function: Callable[..., Tensor], before: float) -> Function:
+    """Sums or products up to each place; `before` is that of none."""
+
+    def compute(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
+        x, axis = as_tensor(inputs[0]), int(ints(node, inputs[1])[0])
+        x = x.flip(axis) if node.get("reverse", 0) else x
+        if node.get("exclusive", 0):
+            none = torch.full_like(x.narrow(axis, 0, 1), before)
+            x = torch.cat([none, x.narrow(axis, 0, x.shape[axis] - 1)], axis)
+        made = function(x, axis, dtype=x.dtype)
+        return made.flip(axis) if node.get("reverse", 0) else made
+
+    return compute
+
+
+def _eye(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x, number = as_tensor(inputs[0]), node.get("dtype")
+    rows, columns = (torch.arange(size) for size in x.shape)
+    dtype = x.dtype if number is None else dtype_of(node, number)
+    offsets = columns[None] - rows[:, None]
+    return torch.eq(offsets, node.get("k", 0)).to(dtype)
 
 
 def _largest(node: NodeOf, inputs: Sequence[Value]) -> Value:
@@ -259,45 +288,6 @@ def _top(node: NodeOf, inputs: Sequence[Value]) -> tuple[Tensor, ...]:
             bool(node.get("sorted", 1)),
         )
     )
-
-
-def _pixels(node: NodeOf, inputs: Sequence[Value]) -> Value:
-    x, block = as_tensor(inputs[0]), node.get("blocksize")
-    if node.op == "SpaceToDepth":
-        return _blocks(x, block)
-    if node.get("mode", "DCR") == "CRD":
-        return F.pixel_shuffle(x, block)
-    rows, channels, height, width = x.shape
-    made = x.reshape(rows, block, block, channels // block**2, height, width)
-    return made.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)
-
-
-def _blocks(x: Tensor, block: int) -> Tensor:
-    """Depth of space: the entries of a block of pixels become channels."""
-    rows, channels, height, width = x.shape
-    made = x.reshape(rows, channels, height // block, block, width // block, block)
-    return made.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
-
-
-def _resize(node: NodeOf, inputs: Sequence[Value]) -> Value:
-    x, mode = as_tensor(inputs[0]), node.get("mode", "nearest")
-    how = node.get("coordinate_transformation_mode", "half_pixel")
-    torchs = {
-        "linear": {3: "linear", 4: "bilinear", 5: "trilinear"}.get(x.ndim),
-        # Torch's cubic is the one with this coefficient; ONNX's default is another.
-        "cubic": "bicubic" if x.ndim == 4 and node.get("cubic_coeff_a") == -0.75 else None,
-    }.get(mode)
-    smooth = torchs and how in ("half_pixel", "pytorch_half_pixel", "align_corners")
-    nearest = mode == "nearest" and how == "asymmetric" and node.get("nearest_mode") == "floor"
-    if not (nearest or smooth) or len(inputs) < 3 or node.get("antialias", 0):
-        raise node.refuse(f"mode={mode!r} with {how!r} is not read")
-    kind: dict[str, Any] = {"mode": "nearest"}
-    if smooth:
-        kind = {"mode": torchs, "align_corners": how == "align_corners"}
-    if len(inputs) > 3 and inputs[3] is not None:
-        return F.interpolate(x, size=ints(node, inputs[3])[2:], **kind)
-    scales = as_tensor(inputs[2]).tolist()
-    return F.interpolate(x, scale_factor=tuple(scales[2:]), **kind)
 
 
 SHAPES: dict[str, Function] = {
@@ -324,11 +314,10 @@ SHAPES: dict[str, Function] = {
     "Pad": _pad,
     "OneHot": _one_hot,
     "Trilu": _trilu,
-    "CumSum": _cumulated,
+    "CumSum": _cumulated(torch.cumsum, 0),
+    "CumProd": _cumulated(torch.cumprod, 1),
+    "EyeLike": _eye,
     "ArgMax": _largest,
     "ArgMin": _largest,
     "TopK": _top,
-    "DepthToSpace": _pixels,
-    "SpaceToDepth": _pixels,
-    "Resize": _resize,
 }

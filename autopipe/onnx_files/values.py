@@ -24,8 +24,8 @@ from autopipe.errors import ModelError
 Sizes: TypeAlias = NDArray[Any]
 """Integers, some of which may be symbols."""
 
-Value: TypeAlias = Tensor | Sizes | None
-"""None: an optional input that is not given."""
+Value: TypeAlias = Tensor | Sizes | list[Tensor] | None
+"""A list is a sequence (`onnx_files.sequences`); None: an optional input that is not given."""
 
 MOST_SIZES = 64
 """Entries up to which a constant of integers, in one dim or none, may be sizes."""
@@ -74,13 +74,21 @@ def sizes(values: Sequence[Any]) -> Sizes:
     return found
 
 
+def tensor_of(array: NDArray[Any]) -> Tensor:
+    """A new tensor of an array's numbers; of bfloat16, which numpy has from `ml_dtypes`, too."""
+    own = np.array(array)
+    if own.dtype.name == "bfloat16":  # `torch.from_numpy` does not know it
+        return torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(own)
+
+
 def as_tensor(value: Value) -> Tensor:
     """A value as a tensor; sizes become one of int64."""
-    assert value is not None
+    assert value is not None and not isinstance(value, list)
     if isinstance(value, Tensor):
         return value
     if value.dtype != object:
-        return torch.from_numpy(value.copy())
+        return tensor_of(value)
     if all(isinstance(entry, int) for entry in value.flat):
         return torch.tensor(value.astype(np.int64).tolist(), dtype=torch.int64)
     made = [torch.full((), entry, dtype=torch.int64) for entry in value.flat]

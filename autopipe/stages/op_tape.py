@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -51,7 +51,7 @@ class Made:
     Attributes:
         storages: bytes of their storages, by `storage_key`; no other storage gets the same key
             while this object lives.
-        dtype, shape: the first tensor's; None if the node made no tensor.
+        dtype, shape: the first tensor's; None if the node made no tensor, or if it is not known.
     """
 
     __slots__ = ("_held", "dtype", "shape", "storages")
@@ -63,6 +63,13 @@ class Made:
         self.storages = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
         self.dtype: torch.dtype | None = tensors[0].dtype if tensors else None
         self.shape: torch.Size | None = tensors[0].shape if tensors else None
+
+    def sized(self, sizes: Sequence[int]) -> Made:
+        """The same with other bytes of its storages, in their order; the shape is not known."""
+        made = Made(None)
+        made._held, made.dtype = self._held, self.dtype
+        made.storages = dict(zip(self.storages, sizes, strict=True))
+        return made
 
     def again(self, renamed: Mapping[int, int], kept: Collection[int]) -> Made:
         """The same of a node that runs a second time, with keys of its own for its storages.

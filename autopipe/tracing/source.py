@@ -133,11 +133,12 @@ def trace_source(
     def real() -> nn.Module:
         if isinstance(model, nn.Module):
             return plain(model)
-        needed, found = parameter_bytes(skeleton), host_memory.available()
+        # Calls that run as they are are measured there and back: with gradients of all weights.
+        needed, found = 2 * parameter_bytes(skeleton), host_memory.available()
         if needed > found:
             raise NoRoom(
-                f"the model must run once with its weights: they take {numbers.memory(needed)}, "
-                f"and {numbers.memory(found)} are free",
+                "the model must run once with its weights: they and their gradients take "
+                f"{numbers.memory(needed)}, and {numbers.memory(found)} are free",
                 hint="express the branch as a computation (torch.where)",
             )
         with torch.random.fork_rng(devices=[]):  # a seed in it is of its weights, not of draws

@@ -1,4 +1,4 @@
-"""The dense decoders that recipes train, by the beginning of a recipe's name.
+"""The decoders that recipes train, by the beginning of a recipe's name.
 
 Dimensions are those of the models' own config.json on the Hugging Face hub; the modules are those
 of transformers, as they come.
@@ -6,7 +6,8 @@ of transformers, as they come.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Decoder:
-    """A dense decoder of transformers.
+    """A decoder of transformers.
 
     Args:
         family: the beginning of its classes' names, as `Llama`.
@@ -22,6 +23,7 @@ class Decoder:
         seq: tokens of a row where a recipe does not say.
         head_dim: where it is not hidden / heads.
         tied: the head is the embedding.
+        experts: fields of its config that a dense decoder has not; empty for a dense one.
     """
 
     family: str
@@ -34,6 +36,7 @@ class Decoder:
     seq: int
     head_dim: int | None = None
     tied: bool = False
+    experts: Mapping[str, int] = field(default_factory=dict)
 
     def build(self, seq: int, rank: int | None = None) -> nn.Module:
         """The model for rows of so many tokens.
@@ -54,6 +57,7 @@ class Decoder:
             max_position_embeddings=seq,
             tie_word_embeddings=self.tied,
             use_cache=False,
+            **self.experts,
         )
         built: nn.Module = getattr(transformers, f"{self.family}ForCausalLM")(config)
         if rank is not None:
@@ -95,6 +99,20 @@ def adapt(decoder: nn.Module, rank: int) -> None:
 _LLAMA3 = 128256
 _QWEN3 = 151936
 
+
+def _chosen(count: int, of: int, width: int) -> dict[str, int]:
+    """Fields of a Qwen 3 with experts: so many of all are chosen for a token."""
+    return {"num_experts": of, "num_experts_per_tok": count, "moe_intermediate_size": width}
+
+
+_QWEN3_NEXT = {**_chosen(10, 512, 512), "shared_expert_intermediate_size": 512}
+_DEEPSEEK = {
+    **{"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1},
+    **{"moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128},
+    **{"qk_rope_head_dim": 64, "v_head_dim": 128},
+}
+
 DECODERS = {
     "llama2_7b": Decoder("Llama", 32, 4096, 32, 32, 11008, 32000, 4096),
     "llama2_13b": Decoder("Llama", 40, 5120, 40, 40, 13824, 32000, 4096),
@@ -113,5 +131,63 @@ DECODERS = {
     "qwen3_8b": Decoder("Qwen3", 36, 4096, 32, 8, 12288, _QWEN3, 4096, 128),
     "qwen3_14b": Decoder("Qwen3", 40, 5120, 40, 8, 17408, _QWEN3, 4096, 128),
     "qwen3_32b": Decoder("Qwen3", 64, 5120, 64, 8, 25600, _QWEN3, 4096, 128),
+    "mixtral_8x7b": Decoder(
+        "Mixtral",
+        32,
+        4096,
+        32,
+        8,
+        14336,
+        32000,
+        4096,
+        experts={"num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "mixtral_8x22b": Decoder(
+        "Mixtral",
+        56,
+        6144,
+        48,
+        8,
+        16384,
+        32768,
+        4096,
+        experts={"num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "gpt_oss_20b": Decoder(
+        "GptOss",
+        24,
+        2880,
+        64,
+        8,
+        2880,
+        201088,
+        4096,
+        64,
+        experts={"num_local_experts": 32, "num_experts_per_tok": 4},
+    ),
+    "gpt_oss_120b": Decoder(
+        "GptOss",
+        36,
+        2880,
+        64,
+        8,
+        2880,
+        201088,
+        4096,
+        64,
+        experts={"num_local_experts": 128, "num_experts_per_tok": 4},
+    ),
+    "qwen3_30b_a3b": Decoder(
+        "Qwen3Moe", 48, 2048, 32, 4, 6144, _QWEN3, 4096, 128, experts=_chosen(8, 128, 768)
+    ),
+    "qwen3_235b_a22b": Decoder(
+        "Qwen3Moe", 94, 4096, 64, 4, 12288, _QWEN3, 4096, 128, experts=_chosen(8, 128, 1536)
+    ),
+    "qwen3_next_80b_a3b": Decoder(
+        "Qwen3Next", 48, 2048, 16, 2, 5120, _QWEN3, 4096, 256, experts=_QWEN3_NEXT
+    ),
+    "deepseek_v3": Decoder(
+        "DeepseekV3", 61, 7168, 128, 128, 18432, 129280, 4096, 64, experts=_DEEPSEEK
+    ),
 }
 """By the beginning of a recipe's name: a recipe that no name here begins is not built."""

@@ -83,8 +83,6 @@ def read(row: Row) -> Recipe:
     name = row.get("recipe") or ""
     if not (where := re.search(r"_(\d+)gpu_([a-z]+\d+)", name)):
         raise Unbuilt("its name has no devices: expected ..._64gpu_h100_...")
-    if (_count(row, "expert_model_parallel_size") or 1) > 1 or "moe" in (row.get("file") or ""):
-        raise Unbuilt("experts, which the tool's models of transformers do not divide")
     task = re.search(r"_(pretrain|sft|peft|lora)_", name)
     if task is None:
         raise Unbuilt("its name does not say what is trained: pretrain, sft, peft or lora")
@@ -96,7 +94,16 @@ def read(row: Row) -> Recipe:
         raise Unbuilt("no global_batch_size")
     seq = _count(row, "seq_length") or (model.seq if task[1] == "pretrain" else TUNED)
     gpus, rank = int(where[1]), RANK if task[1] in ("peft", "lora") else None
-    return Recipe(name, model, seq, where[2], gpus, batch, rank, _layout(row, gpus, batch))
+    layout = _undivided(row, model) or _layout(row, gpus, batch)
+    return Recipe(name, model, seq, where[2], gpus, batch, rank, layout)
+
+
+def _undivided(row: Row, model: Decoder) -> str | None:
+    """What a layout divides that the tool does not divide."""
+    ep = _count(row, "expert_model_parallel_size")
+    if ep is None and model.experts:
+        return "expert parallel, ep inherited"
+    return f"expert parallel, ep={ep}" if ep is not None and ep > 1 else None
 
 
 def _layout(row: Row, gpus: int, batch: int) -> Layout | str:

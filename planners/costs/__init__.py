@@ -5,16 +5,13 @@ Out: `planners.model.problem.Problem`; for stages that are cut, the bytes that t
 Tensors here have no memory. Never found here: searches, a user's words.
 
 Other rooms use: `profile.Costing`, `precision_of.need`, `tp_degrees.as_one_rank`,
-`plan_memory.dry_run`, `.with_memory`, `.check_fits`, `saved_tensors.observe_saved`.
+`plan_memory.dry_run`, `.with_memory`, `.check_fits`.
 
     tp_degrees     the model as one tensor-parallel rank runs it
     profile        a graph -> the planner's Problem
     precision_of   the dtype in which each node computes, and the rates that this needs
     fused_costs    formulas of ops that a compiler fuses
-    saved_tensors  bytes saved for backward, observed
-    watched_run    the run in which they are
     loss_bytes     bytes that exist only within a loss's backward
-    block_levels   the levels of blocks: which ops run again, bytes, seconds
     gathered       the most bytes that ZeRO-3 gathers at once
     plan_memory    exact bytes of a Plan
     eager_depths   how far eager-1f1b runs ahead, for a plan whose cuts are known

@@ -29,11 +29,9 @@ from autopipe.ir.dataflow import Dataflow, obstacle
 from autopipe.ir.graph import Graph, Ref
 from autopipe.ir.repeats import Short, Uneven, shortened
 from autopipe.planners.costs.asked_ops import within_asked, words_of
-from autopipe.planners.costs.block_levels import BlockLevels, Times, levels_of, may_run_again
 from autopipe.planners.costs.fused_costs import fused
 from autopipe.planners.costs.loss_bytes import passing_of
 from autopipe.planners.costs.precision_of import computed_in
-from autopipe.planners.costs.saved_tensors import Saving
 from autopipe.planners.costs.unit_bytes import crossings_of, largest, states
 from autopipe.planners.model.devices import Machine
 from autopipe.planners.model.problem import (
@@ -43,6 +41,8 @@ from autopipe.planners.model.problem import (
     Profile,
     Seconds,
 )
+from autopipe.planners.saved.block_levels import BlockLevels, Times, levels_of, may_run_again
+from autopipe.planners.saved.saved_tensors import Saving
 
 Sending = Callable[[Graph, int, Link], Sequence[tuple[float, float]]]
 """From a graph, the rows of a micro-batch and a link to each node's seconds of communication,

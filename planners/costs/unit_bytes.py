@@ -9,8 +9,8 @@ from dataclasses import replace
 from autopipe.ir.cut_points import Units
 from autopipe.ir.dataflow import Dataflow, gradient_values
 from autopipe.ir.graph import Ref, State, TensorSpec, bytes_at
-from autopipe.planners.costs.saved_tensors import Made
 from autopipe.planners.model.problem import Crossing, Shared
+from autopipe.planners.saved.saved_tensors import Made
 from autopipe.stages.precision import copy_bytes
 
 

@@ -35,7 +35,6 @@ from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import BATCH, SEQUENCE, Dim, Graph, State
 from autopipe.ir.repeats import Short, Storage, Uneven, shortened
 from autopipe.planners.costs.precision_of import need
-from autopipe.planners.costs.saved_tensors import observe_saved
 from autopipe.planners.costs.tp_degrees import (
     as_first,
     as_one_rank,
@@ -44,6 +43,7 @@ from autopipe.planners.costs.tp_degrees import (
     exchanges,
 )
 from autopipe.planners.driver import arguments
+from autopipe.planners.saved.observe import observe_saved
 from autopipe.sharding.local_graph import shard_graph, shardable
 from autopipe.stages.precision import PRECISIONS
 from autopipe.tracing.low_precision import kept

@@ -58,6 +58,15 @@ def test_adapters_alone_are_trained_and_change_nothing_at_first() -> None:
     assert torch.equal(adapted(tokens).logits, whole(tokens).logits)
 
 
+def test_of_a_decoder_with_experts_each_is_built() -> None:
+    """Gate and up together are [experts, 2 * width, hidden], down is [experts, hidden, width]."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    built = Decoder("Qwen3Moe", 2, 32, 4, 2, 64, 50, 8, experts=experts).build(8)
+    shapes = {n: tuple(p.shape) for n, p in built.named_parameters()}
+    assert shapes["model.layers.1.mlp.experts.gate_up_proj"] == (6, 2 * 24, 32)
+    assert shapes["model.layers.1.mlp.experts.down_proj"] == (6, 32, 24)
+
+
 def test_what_is_empty_is_inherited() -> None:
     """No field but the name, the batch and nothing else: one rank of each kind, dp over all."""
     found = layout(**dict.fromkeys(list(row())[2:], ""))
@@ -84,7 +93,6 @@ def test_megatron_fsdp_is_zero_3() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"expert_model_parallel_size": 8}, "experts"),
         ({"recipe": "llama3_70b_distil_8gpu_b200_bf16_config"}, "what is trained"),
         ({"recipe": "nobody_1b_pretrain_8gpu_h100_bf16_config"}, "dimensions"),
         ({"recipe": "llama3_70b_pretrain"}, "no devices"),
@@ -98,6 +106,9 @@ def test_what_cannot_be_built_is_said(changes: dict[str, object], reason: str) -
 
 
 def test_a_layout_that_cannot_be_said_leaves_the_question() -> None:
+    assert read(row(expert_model_parallel_size=8)).layout == "expert parallel, ep=8"
+    experts = row(recipe="deepseek_v3_sft_64gpu_h100", expert_model_parallel_size="")
+    assert read(experts).layout == "expert parallel, ep inherited"
     assert read(row(context_parallel_size=2)).layout == "context parallel, cp=2"
     assert "do not divide 64 GPUs" in str(read(row(tensor_model_parallel_size=3)).layout)
 

@@ -41,12 +41,14 @@ MAY_IMPORT = {
     "runtime": "util schedules planfile report ir frontend eager tracing sharding stages "
     "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.step "
     "runtime.telemetry",
+    "planners.saved": "util ir stages joint planners.model",
     "planners.costs": "util cluster schedules planfile ir tracing sharding stages joint "
-    "planners.model planners.search",
+    "planners.model planners.search planners.saved",
     "planners.driver": "util cluster schedules planfile report ir frontend eager tracing sharding "
     "rewriting stages joint planners.model planners.search planners.costs runtime.probe",
     "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing sharding "
-    "rewriting stages joint planners.model planners.search planners.costs planners.driver",
+    "rewriting stages joint planners.model planners.search planners.saved planners.costs "
+    "planners.driver",
     "checking": "util cluster schedules planfile ir frontend eager opaque tracing sharding "
     "rewriting stages planners.driver runtime.launch runtime.parameters runtime.step runtime",
     "terminal": "util planfile frontend runtime.launch",

@@ -27,9 +27,10 @@ from autopipe.ir.dataflow import Dataflow
 from autopipe.ir.graph import Graph
 from autopipe.ir.repeats import Short
 from autopipe.joint.dry_run_repeats import rehearse_deep
-from autopipe.planners.costs import plan_memory, saved_tensors
-from autopipe.planners.costs.saved_tensors import Levels, Seen, eager_levels, observe_saved
+from autopipe.planners.costs import plan_memory
 from autopipe.planners.driver import make_plan
+from autopipe.planners.saved import saved_tensors
+from autopipe.planners.saved.observe import Levels, Seen, eager_levels, observe_saved
 from autopipe.stages.dry_run import Known, Rehearsal
 from autopipe.tracing.source import Source, trace_source
 from autopipe.tracing.trace import Trace

@@ -16,7 +16,7 @@ from autopipe.frontend.construct import fake_copy
 from autopipe.ir import torch_private
 from autopipe.ir.graph import READ_OP
 from autopipe.planfile.parts import Read
-from autopipe.tracing.source import trace_source
+from autopipe.tracing.source import parameter_bytes, trace_source
 from autopipe.tracing.trace import trace
 from autopipe.tracing.value_guards import check
 from autopipe.util import host_memory
@@ -130,7 +130,8 @@ def test_where_there_is_no_room_for_weights_a_mistake_is_told_as_one(monkeypatch
         "read": lambda m, x, hidden: bool(hidden.sum() > 0),
         "mistake": lambda m, x, hidden: torch.topk(hidden, k=None),
     }
-    monkeypatch.setattr(host_memory, "available", lambda: 0)
+    weights = parameter_bytes(Reader(does[kind]))
+    monkeypatch.setattr(host_memory, "available", lambda: 2 * weights - 1)  # not for gradients
     with pytest.raises(CaptureError, match=re.escape(said)) as error:
         trace_source(lambda: Reader(does[kind]), ones(2), describe(ones(2), ones(3), 2, 3), None)
     assert str(error.value).startswith(f"{__file__}:")

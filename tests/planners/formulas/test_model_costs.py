@@ -17,9 +17,9 @@ from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import BATCH, SEQUENCE, Graph
 from autopipe.ir.repeats import shorten
-from autopipe.planners.costs.saved_tensors import observe_saved
 from autopipe.planners.costs.tp_degrees import as_first, as_one_rank, exchanges
 from autopipe.planners.formulas.model_costs import Amounts, Formulas, cost_formulas
+from autopipe.planners.saved.observe import observe_saved
 from autopipe.tracing.low_precision import kept
 from tests.support.models import LENGTH, VOCABULARY, WIDTH
 from tests.support.staged import traced_at

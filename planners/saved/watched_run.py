@@ -38,7 +38,7 @@ class KeptStorage:
     savers: list[int]
 
 
-class _TensorLook(NamedTuple):
+class TensorLook(NamedTuple):
     """A tensor's metadata; `carries`: whether it requires a gradient."""
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Watch(fx.Interpreter):
     ) -> None:
         super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
         self.kept: dict[int, KeptStorage] = {}
-        self.looks: dict[int, tuple[_TensorLook | None, ...]] = {}
+        self.looks: dict[int, tuple[TensorLook | None, ...]] = {}
         self.extra_traceback = False  # torch would add its own names of nodes to a sentence
         self._nodes, self._index = flow.graph.nodes, flow.graph.index
         self._owned = owned
@@ -110,10 +110,10 @@ class Watch(fx.Interpreter):
         return tensor
 
 
-def _look(made: Any) -> _TensorLook | None:
+def _look(made: Any) -> TensorLook | None:
     if not isinstance(made, Tensor):
         return None
-    return _TensorLook(tuple(made.shape), made.stride(), made.dtype, made.requires_grad)
+    return TensorLook(tuple(made.shape), made.stride(), made.dtype, made.requires_grad)
 
 
 @dataclass

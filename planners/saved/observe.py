@@ -1,0 +1,215 @@
+"""Observe which bytes a graph saves for backward, by running it on tensors without memory.
+
+    graph, rows --observe_saved--> Seen: each saved storage, its bytes, the node that makes it and
+                                   the nodes that save it
+
+Autograd saves them, or, where stages are compiled, the graphs of `joint.split_backward`. Of equal
+repeated blocks only a few are run (`ir.repeats`). The run with the fewest rows also gives the
+levels of blocks (`joint.levels`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import fx
+
+from autopipe.ir.graph import Graph, shape_at
+from autopipe.ir.opaque_ops import observing
+from autopipe.ir.repeats import Short, Storage, Uneven
+from autopipe.joint.joint_graph import CannotSplit, JointGraph, storages
+from autopipe.joint.levels import OpLevel, levels
+from autopipe.joint.split_backward import Division, divide, needed
+from autopipe.joint.wanted import Wanted
+from autopipe.planners.saved.other_rows import JointGraphs, JointRun
+from autopipe.planners.saved.watched_run import POSITION, KeptStorage, TensorLook, watched_stage
+from autopipe.stages.op_tape import MADE, SEGMENT
+from autopipe.stages.precision import computing
+from autopipe.util.progress import phase
+
+Levels = Mapping[str, tuple[OpLevel, ...]]
+"""Ways to keep less, by the paths of a short graph's blocks; their groups are its positions."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The observations of one run of a graph.
+
+    Attributes:
+        storages: the saved storages, each with its bytes.
+        made_in: the dtypes of the nodes' results, by position.
+        copies: the parameters of which there are copies in low precision.
+        levels: the levels of blocks in compiled stages, if they are wanted.
+        made: in compiled stages, for each node of the short graph, the most bytes that its backward
+            has made and still needs.
+    """
+
+    storages: tuple[Storage, ...]
+    bytes: tuple[int, ...]
+    made_in: Mapping[int, tuple[torch.dtype | None, ...]]
+    copies: tuple[str, ...]
+    levels: Levels
+    made: NDArray[np.int64]
+
+
+def observe_saved(
+    short: Short,
+    precision: str,
+    rows: int,
+    segments: Sequence[str | None] = (),
+    *,
+    compiled: bool = False,
+    seconds: Mapping[int, float] = MappingProxyType({}),
+    known: JointGraphs | None = None,
+) -> Seen:
+    """Run a graph on tensors without memory; note which nodes make and which save each storage.
+
+    Args:
+        segments: the block of each node; None: there are no blocks.
+        compiled: whether stages run compiled and keep the least (`joint.run_again`); else they keep
+            what autograd saves.
+        seconds: the seconds of nodes that may run again, by position, if levels of compiled stages
+            are wanted.
+        known: the known joint graphs of this graph; numbers of rows that they cover are not run.
+
+    Raises:
+        CannotSplit: the graph cannot be differentiated, and compiled stages are asked for.
+        Uneven: blocks that should be equal make tensors of other shapes or dtypes.
+    """
+    if compiled:
+        run = known.at(rows) if known else None
+        if run is None:
+            run = _joint_run(short, precision, rows, segments)
+            if known:
+                known.add(rows, run)
+        return _of_graphs(short, run, segments, seconds)
+    with watched_stage(short, precision, rows, segments) as stage:
+        with phase(_counting(rows), of=len(stage.lowered.module.graph.nodes)) as done:
+            watch = stage.watch(done)
+            with observing(watch.pack), computing(stage.arithmetic):
+                watch.run(*stage.inputs)
+    made_by = np.zeros(len(short.graph.nodes), np.int64)
+    return _seen(short, watch.kept, watch.looks, tuple(stage.lowered.low), {}, made_by)
+
+
+def _counting(rows: int) -> str:
+    return f"counting what is kept of {rows} rows"
+
+
+def _joint_run(short: Short, precision: str, rows: int, segments: Sequence[str | None]) -> JointRun:
+    with watched_stage(short, precision, rows, segments) as stage:
+        with phase(_counting(rows), of=len(stage.lowered.module.graph.nodes)) as done:
+            watch = stage.watch(done)
+            return JointRun(stage.joint(watch), watch.looks, tuple(stage.lowered.low))
+
+
+def _of_graphs(
+    short: Short,
+    run: JointRun,
+    segments: Sequence[str | None],
+    seconds: Mapping[int, float],
+) -> Seen:
+    """The storages that compiled stages keep; divides, and so changes, the run's joint graph."""
+    found = _levels(short.graph, run.graph, seconds, least=True)
+    division = divide(run.graph, Wanted(halves=False, least=True))
+    made_by = _made_by(division, len(short.graph.nodes), segments)
+    return _seen(short, _kept_by_graphs(division), run.looks, run.low, found, made_by)
+
+
+def _seen(
+    short: Short,
+    kept: Mapping[int, KeptStorage],
+    looks: Mapping[int, tuple[TensorLook | None, ...]],
+    low: tuple[str, ...],
+    found: Levels,
+    made_by: NDArray[np.int64],
+) -> Seen:
+    """The observations of a short graph, by positions in the graph that it shortens."""
+    at = short.kept
+    if not short.uniform({at[position]: look for position, look in looks.items()}):
+        raise Uneven
+    return Seen(
+        tuple(
+            Storage(at[each.made], tuple(at[saver] for saver in each.savers))
+            for each in kept.values()
+        ),
+        tuple(each.bytes for each in kept.values()),
+        {
+            at[position]: tuple(None if one is None else one.dtype for one in look)
+            for position, look in looks.items()
+        },
+        low,
+        found,
+        made_by,
+    )
+
+
+def eager_levels(
+    short: Short,
+    precision: str,
+    rows: int,
+    segments: Sequence[str | None],
+    seconds: Mapping[int, float],
+) -> Levels:
+    """The levels of the blocks of stages that run as they are, as `Seen` has them.
+
+    Empty where the graph cannot be differentiated: then only whole blocks run again.
+    """
+    with watched_stage(short, precision, rows, segments) as stage, suppress(CannotSplit):
+        return _levels(short.graph, stage.joint(stage.watch()), seconds, least=False)
+    return {}
+
+
+def _levels(
+    graph: Graph, joint: JointGraph, seconds: Mapping[int, float], *, least: bool
+) -> Levels:
+    def group(call: fx.Node) -> int | None:
+        position: int = call.meta[POSITION]
+        return position if position in seconds else None
+
+    def fixed(value: fx.Node) -> bool:
+        made, position = value.meta[MADE].shape, value.meta.get(POSITION)
+        specs = () if position is None else graph.nodes[position].outputs
+        return any(shape_at(s, 1) == shape_at(s, 2) == made for s in specs if s is not None)
+
+    return levels(joint, needed(joint), group, seconds, fixed, least=least) if seconds else {}
+
+
+def _kept_by_graphs(division: Division) -> dict[int, KeptStorage]:
+    """The storages that the joint graph of a whole model keeps, each with the nodes that read it.
+
+    A storage that only backward reads (an in-place activation's copy of its input) counts as kept
+    by the node that makes it.
+    """
+    found: dict[int, KeptStorage] = {}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for node in division.graph.forward:
+        for storage in storages(node.all_input_nodes):
+            readers[storage].append(node.meta[POSITION])
+    for node in division.kept:
+        for storage, size in node.meta[MADE].storages.items():
+            made = node.meta[POSITION]
+            found[storage] = KeptStorage(size, made, readers[storage] or [made])
+    return found
+
+
+def _made_by(division: Division, nodes: int, segments: Sequence[str | None]) -> NDArray[np.int64]:
+    """`Seen.made` of the first `nodes` nodes.
+
+    A call of backward belongs to the node whose values it reads or, if it reads none, to the node
+    of the call before.
+    """
+    found, of = np.zeros(nodes, np.int64), list[int]()
+    for call in division.first:
+        read = [n.meta[POSITION] for n in (call, *call.all_input_nodes) if POSITION in n.meta]
+        of.append(max(read, default=of[-1] if of else nodes - 1))
+        call.meta[SEGMENT] = segments[of[-1]] if segments else None
+    np.maximum.at(found, of, division.halves[0].made())
+    return found

@@ -1,0 +1,185 @@
+"""Which bytes a graph keeps for backward, at each number of rows that a plan may have.
+
+    Saving --at(units, rows)--> KeptBytes: by rows the bytes of storages, by the units that make and
+                                read them
+
+Bytes are a straight line in the rows nearly everywhere, so two runs mostly tell all of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autopipe.ir.cut_points import Units
+from autopipe.ir.dataflow import Dataflow
+from autopipe.ir.graph import Ref
+from autopipe.ir.repeats import Short, Storage
+from autopipe.planners.model.problem import Saved
+from autopipe.planners.saved.observe import Levels, Seen, eager_levels, observe_saved
+from autopipe.planners.saved.other_rows import JointGraphs
+
+Made = Mapping[Ref, torch.dtype]
+"""What the graph's values are made in; in mixed precision that is not what the model says."""
+
+
+class KeptBytes(NamedTuple):
+    """The bytes that a graph keeps, at each number of rows.
+
+    Attributes:
+        saved: the saved storages, by the rows.
+        made: as `Profile` has it, by the rows.
+        made_in: the dtypes of values.
+        low: the parameters of which there are copies in low precision.
+        levels: as `Seen` has them, at the fewest rows.
+    """
+
+    saved: dict[int, tuple[Saved, ...]]
+    made: dict[int, tuple[int, ...]]
+    made_in: Made
+    low: frozenset[str]
+    levels: Levels
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Finds the bytes that a graph saves, from runs of a shorter graph.
+
+    Args:
+        check: whether to check that bytes are a straight line in the rows.
+        segments: the block of each node of the short graph.
+        compiled: whether stages run compiled and keep the least (`joint.run_again`); else they keep
+            what autograd saves.
+        seconds: the seconds, at the fewest rows, of the short graph's nodes in blocks that may run
+            again, by position.
+        room: if the fewest rows keep no more bytes than this, nothing has to run again, and no
+            levels are made. (Levels of compiled stages come along with their kept bytes.)
+    """
+
+    flow: Dataflow
+    short: Short
+    precision: str
+    check: bool
+    segments: Sequence[str | None]
+    compiled: bool
+    seconds: Mapping[int, float]
+    room: float
+
+    def at(self, units: Units, rows: Sequence[int], again: NDArray[np.int64]) -> KeptBytes:
+        """The kept bytes at each number of rows.
+
+        Bytes are a straight line in the rows for nearly every model, except that the smallest
+        number of rows may be off it. Two runs give the line; a third checks it if asked to. Where
+        compiled stages keep other storages at other rows, `other_rows` has their joint graphs.
+
+        Args:
+            again: for each node the number of the block with which it may run again, or -1.
+
+        Raises:
+            Uneven: the short graph's bytes do not hold for the whole graph.
+        """
+        observe = cache(partial(self._observe, rows[0], JointGraphs(self.check)))
+        first, where = observe(rows[0]), cache(partial(self._by_unit, units, again))
+        sizes: dict[int, tuple[Saved, ...]] = {}
+        made_of: dict[int, tuple[int, ...]] = {}
+        lines = self._lines(observe, rows)
+        for size in rows:
+            line = lines[size]
+            sizes[size] = tuple(
+                Saved(sum(line.bytes[number] for number in numbers), *place)
+                for place, numbers in where(line.seen.storages).items()
+            )
+            of_units = np.maximum.reduceat(line.made[self.short.like], np.array(units.starts))
+            made_of[size] = tuple(of_units.tolist()) if self.compiled else ()
+        nodes, like = self.flow.graph.nodes, self.short.like.tolist()
+        kept = self.short.kept
+        made_in = {
+            Ref(node.name, number): dtype
+            for node, standing in zip(nodes, like, strict=True)
+            for number, dtype in enumerate(first.made_in.get(kept[standing], ()))
+            if dtype is not None
+        }
+        low, levels = set(first.copies), first.levels
+        if not self.compiled and sum(own.bytes for own in sizes[rows[0]]) > self.room:
+            levels = eager_levels(self.short, self.precision, rows[0], self.segments, self.seconds)
+        return KeptBytes(
+            sizes,
+            made_of,
+            made_in,
+            frozenset(n for n, known in self.short.states.items() if known in low),
+            levels,
+        )
+
+    def _observe(self, fewest: int, known: JointGraphs, rows: int) -> Seen:
+        return observe_saved(
+            self.short,
+            self.precision,
+            rows,
+            segments=self.segments,
+            compiled=self.compiled,
+            seconds=self.seconds if self.compiled and rows == fewest else {},
+            known=known,
+        )
+
+    def _lines(self, observe: Callable[[int], Seen], rows: Sequence[int]) -> dict[int, _SavedLine]:
+        """The storages at each number of rows, and their bytes."""
+        if len(rows) > 3:
+            small, between, large = rows[0], rows[len(rows) // 2], rows[-1]
+            low, high = observe(small), observe(large)
+            same = low.storages == high.storages
+            # Where storages differ, the middle one still tells whether joint graphs are on lines.
+            middle = observe(between) if self.check and (same or self.compiled) else None
+            if same and (not middle or middle.storages == low.storages):
+                sizes = np.array(low.bytes), np.array(high.bytes)
+                lines = {}
+                for size in rows:
+                    share = size - small, large - small
+                    rise, rest = np.divmod((sizes[1] - sizes[0]) * share[0], share[1])
+                    off = (
+                        middle and size == between and (sizes[0] + rise).tolist() != [*middle.bytes]
+                    )
+                    if rest.any() or off:
+                        break
+                    # The most of several sums: never above the line between two of its points.
+                    more = -((low.made - high.made) * share[0] // share[1])
+                    lines[size] = _SavedLine(low, (sizes[0] + rise).tolist(), low.made + more)
+                else:
+                    return lines
+            return self._lines(observe, rows[1:]) | {small: _as_it_is(low)}
+        return {size: _as_it_is(observe(size)) for size in rows}
+
+    def _by_unit(
+        self, units: Units, again: NDArray[np.int64], storages: tuple[Storage, ...]
+    ) -> dict[tuple[int | None, tuple[int, ...], int | None], list[int]]:
+        """The numbers of the storages that the same units keep, by these units."""
+        found: dict[tuple[int | None, tuple[int, ...], int | None], list[int]] = defaultdict(list)
+        for number, seen in enumerate(storages):
+            for made, savers in self.short.along(seen):
+                alone = {int(again[made]), *again[list(savers)].tolist()}
+                rerun = alone.pop() if len(alone) == 1 else -1
+                place = (
+                    None if self.flow.local[made] else units.of(made),
+                    tuple(sorted({units.of(position) for position in savers})),
+                    rerun if rerun >= 0 else None,
+                )
+                found[place].append(number)
+        return found
+
+
+class _SavedLine(NamedTuple):
+    """The bytes of a run at a number of rows: of saved storages, and made in backward."""
+
+    seen: Seen
+    bytes: Sequence[int]
+    made: NDArray[np.int64]
+
+
+def _as_it_is(seen: Seen) -> _SavedLine:
+    return _SavedLine(seen, seen.bytes, seen.made)
