@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopipe.onnx_files.values import Function, NodeOf, Value, as_tensor
+from autopipe.onnx_files.values import Function, NodeOf, Value, as_tensor, ints
 
 
 def _given(inputs: Sequence[Value], place: int) -> Tensor | None:
@@ -162,7 +162,14 @@ def _batch_norm(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
             "batch norm in training mode, whose running figures are results, is not read",
             "export the model in evaluation mode",
         )
-    return F.batch_norm(x, mean, variance, scale, shift, eps=node.get("epsilon", 1e-5))
+    eps = node.get("epsilon", 1e-5)
+    if not mean.requires_grad and not variance.requires_grad:
+        return F.batch_norm(x, mean, variance, scale, shift, eps=eps)
+    # Computed from this batch by nodes before: torch's own op has no gradients for them.
+    mean, variance, scale, shift = (
+        each.reshape(-1, *[1] * (x.ndim - 2)) for each in (mean, variance, scale, shift)
+    )
+    return (x - mean) * torch.rsqrt(variance + eps) * scale + shift
 
 
 def _layer_norm(node: NodeOf, inputs: Sequence[Value]) -> Any:
@@ -272,6 +279,26 @@ def _centered(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
     return off / (off.square().mean(axes, keepdim=True).sqrt() + 1e-9)
 
 
+def _fourier(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
+    """Real or complex numbers, in a last dim of 1 or 2, to complex ones (or back), in one of 2."""
+    x, back, half = as_tensor(inputs[0]), node.get("inverse", 0), node.get("onesided", 0)
+    length = ints(node, inputs[1])[0] if len(inputs) > 1 and inputs[1] is not None else None
+    axis = node.get("axis", 1) if node.version < 20 else -2
+    if len(inputs) > 2 and inputs[2] is not None:
+        axis = ints(node, inputs[2])[0]
+    axis = int(axis) % x.ndim
+    made: Tensor
+    if half and back:
+        made = torch.fft.irfft(torch.view_as_complex(x.contiguous()), length, axis)
+        return made.unsqueeze(-1)
+    if x.shape[-1] == 1:
+        made = (torch.fft.rfft if half else torch.fft.fft)(x.squeeze(-1), length, axis)
+    else:
+        function = torch.fft.ifft if back else torch.fft.fft
+        made = function(torch.view_as_complex(x.contiguous()), length, axis)
+    return torch.view_as_real(made)
+
+
 def _rotary(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
     """Rotated pairs of queries or keys, (rows, heads, tokens, width) or (rows, tokens, all)."""
     x, cos, sin = map(as_tensor, inputs[:3])
@@ -307,6 +334,7 @@ LAYERS: dict[str, Function] = {
     "InstanceNormalization": _instance_norm,
     "Dropout": _dropout,
     "Attention": _attention,
+    "DFT": _fourier,
     "RotaryEmbedding": _rotary,
     "LpNormalization": _scaled,
     "MeanVarianceNormalization": _centered,

@@ -48,6 +48,7 @@ READ = {
     "ConvTranspose": f"{_WINDOW} group output_padding output_shape",
     **dict.fromkeys(("CumSum", "CumProd"), "exclusive reverse"),
     "DepthToSpace": "blocksize mode",
+    "DFT": "axis inverse onesided",
     "Dropout": "ratio",
     "Einsum": "equation",
     "EyeLike": "dtype k",
