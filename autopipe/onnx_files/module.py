@@ -210,8 +210,8 @@ def _ends(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 def from_onnx(path: str | Path) -> nn.Module:
     """The model of an ONNX file, with its weights, as a module that can be planned and trained.
 
-    Its forward has the file's inputs as its arguments. Gradients go through all of it: dropout is
-    as in evaluation, and batch norm keeps its running figures, as files are exported.
+    Its forward has the file's inputs as its arguments. Gradients go through all of it. As
+    files are exported, batch norm keeps its running figures; dropout drops where the file says so.
 
     Args:
         path: the file; large weights may lie in files beside it.

@@ -25,6 +25,7 @@ from autopipe.onnx_files.ops import OPS
 from autopipe.onnx_files.sequences import SEQUENCES
 from autopipe.onnx_files.values import tensor_of
 from tests.support.long import LONG
+from tests.support.staged import trace_model
 
 Array = np.ndarray[Any, Any]
 
@@ -147,6 +148,30 @@ def test_an_attribute_with_the_value_that_its_op_has_anyway_is_none(tmp_path: Pa
     q, k, v = (torch.randn(2, 4, 6, 8) for _ in heads)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.equal(autopipe.from_onnx(path)(q, k, v), wanted)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_dropout_drops_where_the_file_says_so(tmp_path: Path, training: bool) -> None:
+    """Bug: a file exported in training mode was trained without its dropout."""
+    dims = {name: helper.make_tensor_value_info(name, 1, ["rows", 8]) for name in "xy"}
+    held = {"ratio": np.array(0.25, np.float32), "training": np.array(training)}
+    graph = helper.make_graph(
+        [helper.make_node("Dropout", ["x", *held], ["y"])],
+        "dropout",
+        [dims["x"]],
+        [dims["y"]],
+        [numpy_helper.from_array(array, name) for name, array in held.items()],
+    )
+    opset = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(graph, opset_imports=opset), tmp_path / "net.onnx")
+    read = autopipe.from_onnx(tmp_path / "net.onnx")
+    torch.manual_seed(0)
+    found = read(torch.ones(64, 8))
+    kept = found[found != 0]
+    assert (kept == (1 / 0.75 if training else 1)).all()
+    assert (0.6 < kept.numel() / found.numel() < 0.9) == training
+    traced = trace_model(read, lambda rows: torch.ones(rows, 8), lambda y, _: y.mean())
+    assert ("dropout" in [node.short for node in traced.graph.nodes]) == training
 
 
 class Parts(nn.Module):
