@@ -65,7 +65,15 @@ def _model(factory: Factory, smaller: Smaller) -> nn.Module:
         model = narrow()
     if smaller.calm:
         _without_dropout(model)
-    return model.double() if smaller.double else model
+    return _widened(model) if smaller.double else model
+
+
+def _widened(model: nn.Module) -> nn.Module:
+    """The model in fp64; `double()` leaves complex numbers of 64 bits as they are."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype == torch.complex64:
+            tensor.data = tensor.data.to(torch.complex128)
+    return model.double()
 
 
 def _cut(model: nn.Module, layers: int) -> None:
@@ -128,6 +136,8 @@ def _batch(batch: Any, smaller: Smaller) -> Any:
 
 
 def _double(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.complex64:
+        return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 

@@ -105,11 +105,14 @@ def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], axis: str)
 def begin_input_gradient(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], axis: str
 ) -> Tensor:
-    """Sum gradient [..., n] @ weight [n, k], and begin its all-reduce; `finish_` waits for it."""
+    """Sum gradient [..., n] @ weight [n, k], and begin its all-reduce; `finish_` waits for it.
+
+    Of complex weights it is the conjugate that gradients are multiplied with.
+    """
     first, *others = zip(gradients, weights, strict=True)
-    total = first[0] @ first[1]
+    total = first[0] @ first[1].conj()
     for gradient, weight in others:
-        total += gradient @ weight
+        total += gradient @ weight.conj()
     _under_way.append(_Sum(axis, total, axis_of(axis).begin_all_reduce(total)))
     return total
 
@@ -212,7 +215,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _back(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
     total = begin_input_gradient(list(gradients), weights, ctx.axis)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]).conj()  # a real tensor is its own
     flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
     of_weights = [gradient.t() @ rows for gradient in flat]
     of_biases = [gradient.sum(0) for gradient in flat[: ctx.biased]]

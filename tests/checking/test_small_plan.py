@@ -115,3 +115,23 @@ def test_in_fp64_a_part_that_runs_as_it_is_is_that_of_fp64() -> None:
     wide = shrunk(file, Smaller(double=True))
     plans = [planned(one, degrees, words, lambda line: None) for one in (file, wide)]
     assert trace_planned(wide.model, None, None, in_double(*plans)).trace.graph
+
+
+class Spectral(nn.Module):
+    """A weight and a buffer of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, dtype=torch.cfloat))
+        self.register_buffer("turn", torch.ones(8, dtype=torch.cfloat))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight * self.turn).abs().mean()
+
+
+def test_in_fp64_complex_numbers_are_as_wide() -> None:
+    """Bug: `double()` leaves them, and the second look in fp64 raised."""
+    file = ModelFile("net.py", Spectral, inputs, None, None, None, None, None)
+    model = shrunk(file, Smaller(double=True)).model()
+    assert model(inputs(2)[0]).dtype == torch.float64
+    assert {one.dtype for one in (model.weight, model.turn)} == {torch.complex128}

@@ -27,9 +27,8 @@ from tests.support.staged import traced
 TP = collectives.TENSOR_PARALLEL
 
 
-def layers() -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def layers(double: torch.dtype = torch.float64) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
-    double = torch.float64
     x = torch.randn(2, 3, 4, dtype=double)
     weights = [torch.randn(6, 4, dtype=double), torch.randn(2, 4, dtype=double)]
     return x, weights, [torch.randn(6, dtype=double), torch.randn(2, dtype=double)]
@@ -39,14 +38,18 @@ def gradients(x: Tensor, weights: list[Tensor], biases: list[Tensor], made: Any)
     leaves = [t.detach().clone().requires_grad_() for t in (x, *weights, *biases)]
     count = len(weights)
     results = made(leaves[0], leaves[1 : 1 + count], leaves[1 + count :])
-    loss = sum((n + 1) * result.tanh().sum() for n, result in enumerate(results))
+    loss = sum((n + 1) * result.tanh().abs().sum() for n, result in enumerate(results))
     assert isinstance(loss, Tensor)
     return list(torch.autograd.grad(loss, leaves))
 
 
-def test_two_ranks_compute_what_one_does() -> None:
-    """Rows of each weight are dealt out; the input's gradient is whole on both ranks."""
-    x, weights, biases = layers()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_two_ranks_compute_what_one_does(dtype: torch.dtype) -> None:
+    """Rows of each weight are dealt out; the input's gradient is whole on both ranks.
+
+    Bug: gradients of complex weights were multiplied with the weights, not their conjugates.
+    """
+    x, weights, biases = layers(dtype)
     linear = torch.nn.functional.linear
     expected = gradients(
         x, weights, biases, lambda x, ws, bs: [linear(x, w, b) for w, b in zip(ws, bs, strict=True)]
