@@ -60,6 +60,11 @@ class Between:
         self._models = [(model, False), *((kept, True) for kept in kept_models)]
         self._buffers = self._buffers_now()
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """The model, and others that the user's files keep."""
+        return [model for model, _ in self._models]
+
     def moved(self) -> list[MovedValue]:
         """The values that have changed since the last call of this, or since it was made."""
         return list(dict.fromkeys(moved for place in self._places for moved in place.moved()))

@@ -8,11 +8,11 @@ Another trace shows whether the value is in the graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopipe.errors import ModelError
 from autopipe.frontend.loss import Loss
@@ -20,6 +20,7 @@ from autopipe.frontend.model_file import OF_FILES
 from autopipe.ir.fingerprint import fingerprint, first_difference
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.between import Between, MovedValue
+from autopipe.runtime.copied import Copied
 from autopipe.runtime.start import TracedModel
 from autopipe.tracing.source import Source, bare, trace_as_planned
 from autopipe.util import seeding
@@ -31,13 +32,22 @@ class Unmoved:
     Args:
         model: the model as the user has given it.
         traced: its trace on this rank.
+        held: the tensors that the rank reads, by name.
     """
 
-    def __init__(self, model: Source, traced: TracedModel, loss: Loss | None, plan: Plan) -> None:
+    def __init__(
+        self,
+        model: Source,
+        traced: TracedModel,
+        loss: Loss | None,
+        plan: Plan,
+        held: Mapping[str, Tensor],
+    ) -> None:
         self._model, self._traced, self._loss, self._plan = model, traced, loss, plan
         self._looked_at = model if isinstance(model, nn.Module) else traced.skeleton
         self._moves: Counter[str] = Counter()
         self._between = Between(self._looked_at, *([loss] if loss is not None else []))
+        self._copied = Copied(self._between.models, held)
 
     @contextmanager
     def step(self, resumed: bool) -> Iterator[None]:
@@ -48,13 +58,15 @@ class Unmoved:
                 tensors that forward writes.
 
         Raises:
-            ModelError: a value that the graph contains has changed, or a buffer was replaced; names
-                it.
+            ModelError: a value that the graph contains has changed, a buffer was replaced, or a
+                weight was written of which this rank trains a copy; names it.
         """
         if resumed:
             self._note()
         for moved in self._between.moved_buffers():
             raise _of_buffer(moved)
+        if (name := self._copied.written()) is not None:
+            raise _of_copy(name)
         for moved in self._between.moved():
             self._moves[moved.name] += 1
             if self._moves[moved.name].bit_count() == 1:  # its 1st, 2nd, 4th ... time: a count that
@@ -66,6 +78,7 @@ class Unmoved:
         """Take the present values as unchanged."""
         self._between.moved()
         self._between.moved_buffers()
+        self._copied.written()
 
     def _check(self, moved: MovedValue) -> None:
         first = self._again(moved.model)
@@ -111,4 +124,14 @@ def _of_buffer(moved: MovedValue) -> ModelError:
         f"the buffer {moved.name!r} was written in a model that the file keeps; a run trains "
         "another one, which model() has built for it",
         hint="give what changes from step to step in the batch, or let forward write the buffer",
+    )
+
+
+def _of_copy(name: str) -> ModelError:
+    """The error for a weight that something between two steps has changed, and no run reads."""
+    return ModelError(
+        f"{name!r} was written in the module itself between two steps, and this rank trains a copy "
+        "of it: a part, in another dtype, or on another device",
+        hint="write what pipe.named_parameters() gives, as an optimizer does; to load what was "
+        "trained, take another module: copy.deepcopy(model)",
     )

@@ -18,9 +18,10 @@ CALLS = 0
 KEPT = []
 
 
-def piped(model, loss=square):
+def piped(model, loss=square, **words):
     """A pipe of one rank, and a function that makes a step of it and gives its gradients."""
-    plan = autopipe.plan(model, inputs, loss=loss, cluster=machine(1), batch_size=4, say=[].append)
+    one = {"cluster": machine(1), "batch_size": 4, "say": [].append}
+    plan = autopipe.plan(model, inputs, loss=loss, **one, **words)
     pipe = autopipe.parallelize(model, plan, inputs=inputs, loss=loss)
 
     def step():
@@ -162,3 +163,20 @@ def test_a_buffer_of_a_model_that_the_file_keeps_is_read_by_no_run() -> None:
     KEPT[0].scale.fill_(0.0)
     with pytest.raises(ModelError, match="the buffer 'scale' was written in a model that"):
         step()
+
+
+def test_a_weight_of_which_the_rank_trains_a_copy_may_not_be_written() -> None:
+    """Bug: plain PyTorch trains on from what a script has written, and the copy did not change."""
+    model = built(Net)
+    step = piped(model)
+    before = step()["up.weight"]
+    model.down.weight.data.zero_()  # fp32 on one CPU: it is what the rank trains
+    assert not step()["up.weight"].equal(before)
+
+    model = built(Net)
+    step = piped(model, precision="bf16", optimizer_dtype="bf16")
+    step()
+    model.down.weight.data.zero_()
+    with pytest.raises(ModelError, match=r"'down.weight' was written .* trains a copy of it") as e:
+        step()
+    assert "pipe.named_parameters()" in e.value.hint

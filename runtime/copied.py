@@ -1,0 +1,100 @@
+"""Finds out that somebody has written the weights of a module of which this rank trains copies.
+
+    pipelines, ZeRO-1 and 2 in fp32      the module's own tensors, which a script may write
+    tp, ZeRO-3, 16 bits, another device  copies: some rows or columns, or another dtype
+
+`for p in model.parameters(): p.data.clamp_(-0.01, 0.01)` between two steps changes what plain
+PyTorch trains. It would not change a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.ir.torch_private import is_fake, version
+
+LOOKED_AT = 1024
+"""So many elements of a tensor are compared from step to step. A write through `.data` leaves no
+other trace, and to read all weights in every step would take long."""
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A tensor of a module, by its name there; `copied`: this rank reads a copy of it."""
+
+    model: nn.Module
+    name: str
+    copied: bool
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """What a place has: which tensor, how often that was written, and some of its elements."""
+
+    tensor: Tensor | None
+    written: int = 0
+    some: Tensor | None = None
+
+    def same(self, before: _Sight) -> bool:
+        """Whether it is the tensor that it was, with the elements that it had."""
+        if self.tensor is not before.tensor or self.tensor is None:
+            return self.tensor is before.tensor
+        if self.some is None or before.some is None:
+            return True
+        if not torch.equal(self.some.view(torch.uint8), before.some.view(torch.uint8)):
+            return False
+        return self.written == before.written or self.some.numel() == self.tensor.numel()
+
+
+class Copied:
+    """The tensors of modules that this rank has copies of, looked at between two steps.
+
+    Args:
+        models: the module that was given, and those that the user's files keep.
+        held: what the rank reads, by name.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], held: Mapping[str, Tensor]) -> None:
+        self._places = [
+            _Weight(model, name, held[name] is not tensor)
+            for model in models
+            for name, tensor in _states(model).items()
+            if name in held
+        ]
+        self._looks = self._now()
+
+    def written(self) -> str | None:
+        """The first that was written, or a parameter that is another tensor, since this was last
+        asked, or made."""
+        before, self._looks = self._looks, self._now()
+        pairs = zip(self._places, before, self._looks, strict=True)
+        return next((place.name for place, old, new in pairs if not new.same(old)), None)
+
+    def _now(self) -> list[_Sight]:
+        states = {model: _states(model) for model in {place.model for place in self._places}}
+        return [_look(states[place.model].get(place.name), place) for place in self._places]
+
+
+def _states(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that have values."""
+    named = chain(model.named_parameters(), model.named_buffers())
+    return {name: one for name, one in named if not (is_fake(one) or one.is_meta)}
+
+
+def _look(tensor: Tensor | None, place: _Weight) -> _Sight:
+    """Another trace writes buffers and restores them: these count by their elements alone."""
+    trained = isinstance(tensor, nn.Parameter)
+    if tensor is None or not (
+        place.copied or trained
+    ):  # whether a buffer is another is `Between`'s
+        return _Sight(None)
+    if not place.copied:
+        return _Sight(tensor)
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // LOOKED_AT)].clone()
+    return _Sight(tensor, version(tensor) if trained else 0, some)
