@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopipe.errors import ModelError
 from autopipe.frontend.model_file import ModelFile
-from autopipe.frontend.optimizer import refuse_others
+from autopipe.frontend.optimizer import refuse_others, update
 from autopipe.ir.graph import shape_at
 from autopipe.planfile import turns
 from autopipe.planfile.contents import Plan
@@ -33,6 +33,7 @@ from autopipe.runtime.telemetry.metrics import Metrics, length_share, of_step, o
 from autopipe.runtime.telemetry.progress import figure, progress_shown
 from autopipe.runtime.telemetry.record import Recorder, write
 from autopipe.runtime.telemetry.sinks import opened
+from autopipe.util import seeding
 
 WARM_UP = 2
 """Steps that allocate what later ones use again: their bytes are counted, their seconds are not. So
@@ -137,7 +138,7 @@ def train(
                         say(gone.message)
                 norm = None if limit is None else float(pipe.clip_grad_norm_(limit))
                 keeper.before_update()
-                optimizer.step()
+                update(optimizer, seeding.seed(pipe.seed, "optimizer", pipe.steps))
             readings.add(clock.seconds(around), optimizer)
             elapsed = perf_counter() - began
             rows = rows_of(batch, plan, sharded=file.sharded)

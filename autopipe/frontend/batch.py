@@ -210,7 +210,11 @@ def rows_of(specs: Sequence[InputSpec], leaves: Mapping[str, Leaf]) -> int:
             if leaf != spec.value or isinstance(leaf, Tensor):
                 raise ModelError(
                     f"batch[{spec.path!r}] is {leaf!r}; the plan was made with {spec.value!r}, "
-                    "which the traced graph holds as a constant"
+                    "which the traced graph holds as a constant",
+                    hint="what changes from step to step is a tensor of no dims: "
+                    f"torch.tensor({leaf!r})"
+                    if type(leaf) in (int, float)
+                    else None,
                 )
             continue
         wanted = f"{spec.dtype}[{', '.join(map(str, spec.shape))}]"

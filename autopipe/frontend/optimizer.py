@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import AutopipeError, ModelError
+from autopipe.frontend import user_lines
+from autopipe.util import seeding
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 Named = tuple[str, nn.Parameter]
 
-ELEMENT, TENSOR, MODEL = "element", "tensor", "model"
+ELEMENT, TENSOR, MODEL, NOISE = "element", "tensor", "model", "noise"
 """What an optimizer changes by its gradient alone: each element (AdamW), each parameter as a whole
-(Muon, Adafactor, LAMB), or all parameters together (Prodigy)."""
+(Muon, Adafactor, LAMB), or all parameters together (Prodigy); or nothing, for it draws random
+numbers (Langevin dynamics)."""
 
 SIZE = 64
 """Rows and columns of the parameters that optimizers are measured on."""
@@ -64,21 +67,55 @@ def stepped_apart(make: MakeOptimizer) -> str:
     or columns, as ranks have it under ZeRO and tensor parallelism. Equal changes mean independence.
 
     Returns:
-        `ELEMENT`, `TENSOR` or `MODEL`.
+        `ELEMENT`, `TENSOR`, `MODEL` or `NOISE`.
 
     Raises:
         AutopipeError: the optimizer cannot step them.
     """
     try:
-        return _stepped_apart(make)
+        with torch.random.fork_rng(devices=[]), seeding.at(seeding.places()):
+            return _stepped_apart(make)
     except AutopipeError:
         raise
     except Exception as error:  # whatever the user's function raises
+        place = user_lines.of_error(error)
         raise AutopipeError(
-            f"optimizer: steps of two parameters of {SIZE} x {SIZE}, by dense gradients, end in "
-            f"{type(error).__name__}: {error}",
-            hint="a run calls optimizer.step(), on each rank for its own parameters",
+            f"{place + ': ' if place else ''}optimizer: steps of two parameters of {SIZE} x {SIZE},"
+            f" by dense gradients, end in {type(error).__name__}: {error}",
+            hint=_way_to_step(error),
         ) from error
+
+
+def _way_to_step(error: Exception) -> str:
+    hint = "a run calls optimizer.step(), on each rank for its own parameters"
+    if "dense" not in str(error):
+        return hint
+    return f"{hint}; gradients are dense, of nn.Embedding(sparse=True) too: Adam, not SparseAdam"
+
+
+def update(optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Make a step of an optimizer, which may draw random numbers: the same on all replicas.
+
+    Raises:
+        ModelError: it cannot; names the user's line.
+    """
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    with (
+        torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]),
+        seeding.beside_torch(seed),
+    ):
+        torch.manual_seed(seed)
+        try:
+            optimizer.step()
+        except AutopipeError:
+            raise
+        except Exception as error:  # whatever the user's optimizer raises
+            place = user_lines.of_error(error)
+            raise ModelError(
+                f"{place + ': ' if place else ''}optimizer.step() ended in {type(error).__name__}: "
+                f"{error}",
+                hint=_way_to_step(error),
+            ) from error
 
 
 def _stepped_apart(make: MakeOptimizer) -> str:
@@ -91,6 +128,8 @@ def _stepped_apart(make: MakeOptimizer) -> str:
         own[:, : SIZE // 2] *= columns
         second *= beside
     changed = _change(make, one, mine, other, theirs)
+    if _differ(_change(make, one, mine, other, theirs), changed):
+        return NOISE
     if _differ(_change(make, one, mine, other), changed):
         return MODEL
     for dim in (0, 1):

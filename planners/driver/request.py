@@ -21,6 +21,8 @@ from autopipe.frontend.loss import Loss
 from autopipe.frontend.optimizer import (
     ELEMENT,
     MODEL,
+    NOISE,
+    TENSOR,
     MakeOptimizer,
     optimizer_named,
     stepped_apart,
@@ -266,22 +268,29 @@ def as_optimizer_allows(
     apart = stepped_apart(optimizer_named(optimizer))
     if apart == ELEMENT:
         return constraints
-    whole = "all parameters together" if apart == MODEL else "each parameter as a whole"
+    does = _DOES[apart]
     clipped = "; max_grad_norm = 1.0 in the model file clips by the norm of all ranks' gradients"
-    names = ("zero", "tp", "pp")[: 3 if apart == MODEL else 2]
+    names = ("zero", "tp", "pp")[: 2 if apart == TENSOR else 3]
     for name in names:
         asked, one = getattr(constraints, name), int(name != "zero")
         if asked not in (None, one):
             raise AutopipeError(
-                f"{name}={asked} was asked for, and the optimizer changes {whole}: of the part "
+                f"{name}={asked} was asked for, and the optimizer {does}: of the part "
                 "that a rank would have it makes something else",
                 hint=f"{name}={one}, or an optimizer that changes each element by its own "
                 "gradient, as AdamW and SGD do" + clipped * (apart == MODEL),
             )
-    without = "ZeRO or tensor parallelism" + " or pipelines" * (apart == MODEL)
-    say(f"optimizer: it changes {whole}, and no rank gets a part of that: without {without}")
+    without = "ZeRO or tensor parallelism" + " or pipelines" * (apart != TENSOR)
+    say(f"optimizer: it {does}, and no rank gets a part of that: without {without}")
     kept = replace(constraints, zero=0, tp=1)
-    return replace(kept, pp=1) if apart == MODEL else kept
+    return kept if apart == TENSOR else replace(kept, pp=1)
+
+
+_DOES = {
+    TENSOR: "changes each parameter as a whole",
+    MODEL: "changes all parameters together",
+    NOISE: "draws random numbers",
+}
 
 
 def micro_batch_rows(

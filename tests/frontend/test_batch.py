@@ -148,6 +148,17 @@ UNFIT = {
 }
 
 
+def test_a_number_that_changes_is_to_be_a_tensor():
+    """The graph has a share that anneals as it was first; a tensor is read in each step."""
+    two, three = ({"x": torch.zeros(rows, 2), "beta": 1.0} for rows in (2, 3))
+    specs = batches.describe(two, three, 2, 3)
+    with pytest.raises(ModelError) as refused:
+        batches.rows_of(specs, {"x": torch.zeros(4, 2), "beta": 0.5})
+    assert refused.value.hint == (
+        "what changes from step to step is a tensor of no dims: torch.tensor(0.5)"
+    )
+
+
 @pytest.mark.parametrize(("entries", "sentence"), UNFIT.values(), ids=UNFIT)
 def test_a_batch_that_is_not_as_described_is_refused(entries, sentence):
     with pytest.raises(ModelError) as error:

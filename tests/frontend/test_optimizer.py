@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopipe.errors import ModelError
-from autopipe.frontend.optimizer import Named, refuse_others
+from autopipe.frontend.optimizer import Named, refuse_others, update
 
 WHOLE = {
     name: (shape, torch.float32) for name, shape in {"a": (3, 4), "b": (4,), "c": (2,)}.items()
@@ -78,3 +78,38 @@ def test_parameters_from_elsewhere() -> None:
 def test_a_rank_without_parameters() -> None:
     named = [("", nn.Parameter(torch.empty(0)))]
     refuse_others(first_is_slow, WHOLE, first_is_slow(named), named)
+
+
+class Noisy(torch.optim.SGD):
+    """Sets each parameter to noise."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # SGD's has overloads
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.normal_()
+
+
+def test_replicas_draw_the_same_noise() -> None:
+    """Bug: each drew from where it was in its own random numbers, and replicas went apart."""
+    one, other = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    update(Noisy([one], lr=0.1), 1)
+    before = torch.rand(3)
+    update(Noisy([other], lr=0.1), 1)
+    assert one.equal(other)
+    assert not torch.rand(3).equal(before), "other numbers go on"
+    update(Noisy([other], lr=0.1), 2)
+    assert not one.equal(other)
+
+
+def test_a_step_that_fails_is_told_in_a_sentence() -> None:
+    """Bug: an embedding made with sparse=True has a dense gradient here, and a run ended in a
+    traceback."""
+    (named,) = of_rank("a")
+    named[1].grad = torch.zeros(3, 4)
+    with pytest.raises(ModelError) as refused:
+        update(torch.optim.SparseAdam([named[1]]), 0)
+    assert refused.value.message.startswith("optimizer.step() ended in RuntimeError: SparseAdam")
+    assert "Adam, not SparseAdam" in str(refused.value.hint)
+    optimizer = torch.optim.SGD([named[1]], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: {}["rate"])
+    with pytest.raises(ModelError, match=r"test_optimizer.py:\d+ .* ended in KeyError: 'rate'"):
+        update(optimizer, 0)

@@ -13,6 +13,7 @@ from autopipe.errors import AutopipeError
 from autopipe.frontend.optimizer import (
     ELEMENT,
     MODEL,
+    NOISE,
     TENSOR,
     MakeOptimizer,
     optimizer_factor,
@@ -133,6 +134,16 @@ class Together(Lamb):
             parameter -= parameter.grad / norm
 
 
+class Langevin(torch.optim.SGD):
+    """Noise in each step (Welling and Teh, 2011)."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # SGD's has overloads
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
 class Clipped(torch.optim.AdamW):
     """Clips gradients within its step; Adam takes no notice of a factor that is always the same."""
 
@@ -167,6 +178,7 @@ def by_layer(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer
         (torch.optim.Adafactor, TENSOR),
         (Lamb, TENSOR),
         (Together, MODEL),
+        (Langevin, NOISE),
         (lambda p: Clipped(p, lambda every: nn.utils.clip_grad_norm_(every, 0.05)), MODEL),
         (lambda p: Clipped(p, each_by_its_norm), TENSOR),
         (lambda p: Clipped(p, lambda every: nn.utils.clip_grad_value_(every, 0.05)), ELEMENT),
@@ -200,6 +212,27 @@ def test_an_optimizer_gets_no_parts_of_what_it_changes_as_a_whole() -> None:
             as_optimizer_allows(asked, make, said.append)
         assert refused.value.message.startswith(f"{name} was asked for, and the optimizer changes ")
         assert refused.value.hint is not None and "AdamW and SGD" in refused.value.hint
+
+
+def test_an_optimizer_that_draws_has_all_parameters_on_each_rank() -> None:
+    """Bug: it was said to change all parameters together."""
+    said: list[str] = []
+    kept = as_optimizer_allows(Constraints(dp=2), Langevin, said.append)
+    assert kept == Constraints(1, 2, 1, zero=0)
+    assert said == [
+        "optimizer: it draws random numbers, and no rank gets a part of that: without ZeRO or "
+        "tensor parallelism or pipelines"
+    ]
+    with pytest.raises(AutopipeError, match="the optimizer draws random numbers: of the part"):
+        as_optimizer_allows(Constraints(tp=2), Langevin, said.append)
+
+
+def test_planning_leaves_random_numbers_where_they_were() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    stepped_apart(Langevin)
+    assert torch.rand(3).equal(expected)
 
 
 def test_an_optimizer_that_cannot_step() -> None:
