@@ -19,12 +19,13 @@ cannot be weighed alone: it is right only if all micro-batches have equally many
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sympy
 import torch
+from torch import Tensor
 
 from autopipe.ir import check
 from autopipe.ir.dataflow import Dataflow, analyse, is_random
@@ -110,6 +111,34 @@ def label_counts(graph: Graph, others: int = 0) -> LabelCounts | None:
     means = (graph.nodes[p] for p in sorted(flow.with_all_before(results)))
     terms = [_of_labels(flow, node) for node in means if node.short in _MEANS]
     return _together(graph, [term for term in terms if term is not None])
+
+
+def leaving_out(leaves: Mapping[str, Any], read: Collection[str]) -> list[dict[str, Any]]:
+    """A batch as others that leave some of it out, as an example that counts all of it may not.
+
+    A mask that is the same throughout gets zeros, or ones; labels become numbers that often stand
+    for none.
+
+    Args:
+        read: the entries that the loss reads.
+    """
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for number in (0, -1, -100):
+        changed = dict(leaves)
+        for path in read:
+            leaf = leaves[path]
+            if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_complex():
+                out = torch.rand(leaf.shape, generator=generator) < _LEFT_OUT
+                if bool(((leaf == 0).all()) | (leaf == 1).all()):
+                    changed[path] = torch.where(out, leaf == 0, leaf == 1).to(leaf.dtype)
+                elif not (leaf.dtype == torch.bool or leaf.is_floating_point()):
+                    changed[path] = leaf.masked_fill(out, number)
+        found.append(changed)
+    return found
+
+
+_LEFT_OUT = 0.3
 
 
 def _together(graph: Graph, terms: Sequence[LabelCounts]) -> LabelCounts | None:

@@ -10,11 +10,12 @@ row alone, such as a norm or a mean over tokens, are left before it, as they mak
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import sympy
 import torch
+from torch import Tensor
 
 from autopipe.ir.dataflow import Dataflow, is_random
 from autopipe.ir.graph import (
@@ -44,6 +45,49 @@ class LossNodes:
 
     needed: frozenset[int]
     last: frozenset[int]
+
+
+class RowsUnknown(Exception):
+    """The rows of a value cannot be separated; the message gives the reason."""
+
+
+def rows_in(whole: Tensor, spec: TensorSpec, part: tuple[int, int, int], minor: bool) -> Tensor:
+    """Some rows of a value that a graph has for each row.
+
+    Args:
+        part: how many rows `whole` has, the first one that is taken, and how many are.
+        minor: whether in a dim of 3*b the rows come last: `[3, b]` and not `[b, 3]`.
+
+    Raises:
+        RowsUnknown: a size is no multiple of the rows.
+    """
+    rows, first, count = part
+    for dim, size in enumerate(spec.shape):
+        if not isinstance(size, sympy.Expr):
+            continue
+        factor = size / BATCH
+        if not factor.is_Integer:
+            raise RowsUnknown(f"a size in it is {size}, b the rows")
+        many = int(factor)
+        if minor and many > 1:
+            shape = (*whole.shape[:dim], many, rows, *whole.shape[dim + 1 :])
+            return whole.reshape(shape).narrow(dim + 1, first, count).flatten(dim, dim + 1)
+        return whole.narrow(dim, first * many, count * many)
+    return whole
+
+
+def drawn(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    made_up: Callable[..., Tensor],
+    generator: torch.Generator,
+) -> Tensor:
+    """A made-up value, floats in float64; of whole numbers zeros, of truth values ones."""
+    if dtype.is_floating_point:
+        return made_up(shape, generator=generator, dtype=torch.float64)
+    if dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.complex128)
+    return torch.full(shape, dtype == torch.bool, dtype=dtype)
 
 
 def loss_nodes(flow: Dataflow) -> LossNodes:

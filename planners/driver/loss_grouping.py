@@ -7,9 +7,9 @@
                                            anything else         it compares rows with each other
 
 Neither the model nor its weights are needed. The results of the last ops with parameters are
-replaced by random values, drawn once for all rows, and each half gets its rows of them. The rest of
-the graph is computed on the example's labels and masks, in float64, so that rounding cannot explain
-a difference.
+replaced by random values, drawn once for all rows, and each half gets its rows of them. The rest is
+computed on the example's labels and masks, and on such as leave some out where these do not, in
+float64, so that rounding cannot explain a difference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from autopipe.frontend.loss import Loss
 from autopipe.frontend.user_lines import begins
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import (
-    BATCH,
     READ_OP,
     REGION_OP,
     Arg,
@@ -48,8 +47,8 @@ from autopipe.ir.graph import (
 )
 from autopipe.planfile.contents import BATCH as OVER_BATCH
 from autopipe.planfile.contents import MICRO_BATCH
-from autopipe.rewriting.label_counts import LabelCounts, label_counts
-from autopipe.stages.loss_tail import loss_nodes
+from autopipe.rewriting.label_counts import LabelCounts, label_counts, leaving_out
+from autopipe.stages.loss_tail import RowsUnknown, drawn, loss_nodes, rows_in
 from autopipe.tracing.source import keeping_default_dtype
 from autopipe.tracing.trace import Trace
 from autopipe.util.progress import Say
@@ -75,10 +74,6 @@ ALIKE = 1e-4
 Leaves: TypeAlias = Mapping[str, batch.Leaf]
 Make: TypeAlias = Callable[..., Tensor]
 Draw: TypeAlias = Callable[[Value, TensorSpec], Tensor]
-
-
-class Unknown(Exception):
-    """The loss cannot be computed on random values; the message gives the reason."""
 
 
 def check(
@@ -120,21 +115,46 @@ def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) 
         return f"at {ROWS} rows its last part takes {needed / 2**20:.0f} MiB"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the same batch each time, and so the same answer
-        leaves = batch.flatten(example(ROWS))
-    halves = [batch.slice_rows(traced.inputs, leaves, n, n + ROWS // 2) for n in (0, ROWS // 2)]
+        leaves = batch.flatten(example(2 * ROWS))
+    first, second = (batch.slice_rows(traced.inputs, leaves, n, n + ROWS) for n in (0, ROWS))
     draws = max(2, min(MOST_DRAWS, MOST_BYTES // max(needed, 1)))
+    tried: list[tuple[Leaves, int, str]] = [(first, draws, "")]
+    if labels is None:  # masks of two halves may count alike by chance, or count all
+        tried.append((second, 2, ""))
+        read = {v.path for node in tail.nodes for v in node.values() if isinstance(v, Input)}
+        holes = leaving_out(first, read) if not traced.reads else []
+        tried += [(one, 2, " and a batch of which masks leave some out") for one in holes]
+    for found, draws, beside in tried:
+        halves = [batch.slice_rows(traced.inputs, found, n, n + ROWS // 2) for n in (0, ROWS // 2)]
+        try:
+            apart = _apart(tail, found, halves, labels, draws)
+        except RowsUnknown as why:
+            return str(why)
+        if apart is not None:
+            raise _refusal(*apart, labels, tail.nodes[-1].place or begins(loss), beside)
+    return None
+
+
+def _apart(
+    tail: _Tail,
+    leaves: Leaves,
+    halves: list[dict[str, Any]],
+    labels: LabelCounts | None,
+    draws: int,
+) -> tuple[Values, Values] | None:
+    """Values of a draw in which those of the halves do not add up, and of another draw."""
     further = ROUGHLY if any(node.op == REGION_OP for node in tail.nodes) else CLOSE
     found: tuple[Values, Values] | None = None
     for made_up in (torch.randn, torch.rand):  # not every loss is defined on any number
         for minor in (False, True):
             try:
-                drawn = [tail.values(leaves, halves, made_up, minor, seed) for seed in range(draws)]
-            except Unknown as why:
-                return str(why)
+                every = [tail.values(leaves, halves, made_up, minor, seed) for seed in range(draws)]
+            except RowsUnknown:
+                raise
             except Exception:  # whatever the ops of the loss raise
                 break
-            sound = [v for v in drawn if all(map(math.isfinite, chain(*v)))]
-            if sound[:2] != drawn[:2]:
+            sound = [v for v in every if all(map(math.isfinite, chain(*v)))]
+            if sound[:2] != every[:2]:
                 break
             off = [CLOSE, *[further] * len(sound[1:])]
             apart = [v for v, o in zip(sound, off, strict=True) if not _adds_up(v, labels, o)]
@@ -142,7 +162,7 @@ def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) 
                 return None
             found = found or (apart[0], next(v for v in sound if v is not apart[0]))
         if found is not None:
-            raise _refusal(*found, labels, tail.nodes[-1].place or begins(loss))
+            return found
     return None
 
 
@@ -189,7 +209,9 @@ _TOGETHER = (
 )
 
 
-def _refusal(values: Values, others: Values, labels: LabelCounts | None, place: str) -> ModelError:
+def _refusal(
+    values: Values, others: Values, labels: LabelCounts | None, place: str, beside: str
+) -> ModelError:
     """The error that says what the loss does, from its values for two draws of random numbers."""
     uneven = labels is not None and labels.terms and values[1][1:] != values[2][1:]
     if labels is not None:
@@ -216,8 +238,8 @@ def _refusal(values: Values, others: Values, labels: LabelCounts | None, place: 
         hint = _TOGETHER
     return ModelError(
         f"{place + ': ' if place else ''}the loss of {ROWS} rows is {shown[0]}, of their halves "
-        f"{shown[1]} and {shown[2]} (tried on made-up numbers): {what}, so its value would depend "
-        "on the micro-batches that the batch is cut into",
+        f"{shown[1]} and {shown[2]} (tried on made-up numbers{beside}): {what}, so its value would "
+        "depend on the micro-batches that the batch is cut into",
         hint=hint,
     )
 
@@ -245,7 +267,7 @@ class _Tail:
             seed: of the generator of the random values.
 
         Raises:
-            Unknown: the rows of a random value cannot be separated.
+            RowsUnknown: the rows of a random value cannot be separated.
         """
         generator = torch.Generator().manual_seed(seed)
         whole: dict[Value, Tensor] = {}
@@ -253,11 +275,12 @@ class _Tail:
         def draw(value: Value, spec: TensorSpec) -> Tensor:
             if value not in whole:
                 shape = shape_at(spec, ROWS)
-                whole[value] = _draw(shape, spec.dtype, made_up, generator)
+                whole[value] = drawn(shape, spec.dtype, made_up, generator)
             return whole[value].clone()
 
         def part(first: int) -> Draw:
-            return lambda value, spec: _rows(whole[value], spec, first, minor).clone()
+            rows = (ROWS, first, half)
+            return lambda value, spec: rows_in(whole[value], spec, rows, minor).clone()
 
         half = ROWS // 2
         with keeping_default_dtype():
@@ -311,34 +334,6 @@ def _tail(flow: Dataflow) -> _Tail:
     graph, found = flow.graph, loss_nodes(flow)
     nodes = tuple(graph.nodes[p] for p in sorted(found.needed) if graph.nodes[p].op != READ_OP)
     return _Tail(graph, nodes, frozenset(graph.nodes[p].name for p in found.last))
-
-
-def _draw(
-    shape: tuple[int, ...], dtype: torch.dtype, made_up: Make, generator: torch.Generator
-) -> Tensor:
-    if dtype.is_floating_point:
-        drawn: Tensor = made_up(shape, generator=generator, dtype=torch.float64)
-        return drawn
-    if dtype.is_complex:
-        return torch.randn(shape, generator=generator, dtype=torch.complex128)
-    return torch.full(shape, dtype == torch.bool, dtype=dtype)
-
-
-def _rows(whole: Tensor, spec: TensorSpec, first: int, minor: bool) -> Tensor:
-    """Half of the rows of a random value, from row `first` on."""
-    for dim, size in enumerate(spec.shape):
-        if not isinstance(size, sympy.Expr):
-            continue
-        factor = size / BATCH
-        if not factor.is_Integer:
-            raise Unknown(f"a size in it is {size}, b the rows")
-        many = int(factor)
-        if minor and many > 1:
-            shape = (*whole.shape[:dim], many, ROWS, *whole.shape[dim + 1 :])
-            apart = whole.reshape(shape).narrow(dim + 1, first, ROWS // 2)
-            return apart.flatten(dim, dim + 1)
-        return whole.narrow(dim, first * many, ROWS // 2 * many)
-    return whole
 
 
 def _own(leaf: Any) -> Any:

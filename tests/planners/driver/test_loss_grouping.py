@@ -137,6 +137,57 @@ def test_a_mean_of_the_hardest_rows_agrees_by_chance_in_two_draws_of_three(offse
         checked(hardest)
 
 
+def counting_all(rows):
+    """An example of which a mask and labels count all, as many are; a run's own batches do not."""
+    return {
+        "x": torch.randn(rows, WIDTH),
+        "mask": torch.ones(rows, WIDTH, dtype=torch.bool),
+        "labels": torch.arange(rows * WIDTH).reshape(rows, WIDTH) % WIDTH,
+    }
+
+
+MASKED = {
+    "chosen": lambda o, b: (o - b["x"]).square()[b["mask"]].mean(),
+    "nanmean": lambda o, b: o.masked_fill(~b["mask"], torch.nan).nanmean(),
+    "labels": lambda o, b: o[b["labels"] != -100].square().mean(),
+}
+
+
+@pytest.mark.parametrize("loss", MASKED.values(), ids=MASKED)
+def test_a_mask_of_the_example_may_count_all_and_that_of_a_batch_less(loss):
+    """Bug: micro-batches of unequally many chosen tokens weighed alike, without a word."""
+    with pytest.raises(ModelError, match="rows weigh unequally") as error:
+        checked(loss, inputs=counting_all)
+    assert "and a batch of which masks leave some out" in error.value.message
+    assert error.value.hint == f"return autopipe.SumCount(total, count); {OTHERWISE}"
+
+
+def test_what_is_right_with_any_mask_is_taken_as_it_is():
+    def each_row(outputs, batch):
+        share = batch["mask"] / batch["mask"].sum(1, keepdim=True)
+        return ((outputs - batch["x"]).square() * share).sum(1).mean()
+
+    def counted(outputs, batch):
+        return SumCount(outputs[batch["mask"]].sum(), batch["mask"].sum())
+
+    def divided(outputs, batch):
+        return (outputs.square() * batch["mask"]).sum() / batch["mask"].sum()
+
+    for loss in (each_row, counted, divided):
+        assert checked(loss, inputs=counting_all) == []
+
+
+def test_masks_of_two_halves_may_count_alike_by_chance():
+    """Bug: the example was looked at in one place, where they did."""
+
+    def lengths(rows):
+        ends = torch.tensor([6, 2, 3, 5, 1, 6, 6, 6])[:rows]
+        return counting_all(rows) | {"mask": torch.arange(WIDTH) < ends[:, None]}
+
+    with pytest.raises(ModelError, match="rows weigh unequally"):
+        checked(MASKED["chosen"], inputs=lengths)
+
+
 @pytest.mark.parametrize(("loss", "what", "hint"), REFUSED.values(), ids=REFUSED)
 def test_any_other_loss_is_refused_with_its_values(loss, what, hint):
     """As the values are those of made-up numbers, the oracle is what is said of them."""
