@@ -13,12 +13,16 @@ model alone does not say whether the parameter is trained.
 
 A trace replaces registered parameters by tensors of its own, but lists, closures and modules in
 lists still hold the old ones. When torch is called, the old one is replaced by the new one.
+
+    frozen = copy.deepcopy(self.layer).requires_grad_(False)      forward reads its values
+
+A copy that forward makes is no parameter of the model: an optimizer never sees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
+from autopipe.ir.torch_patches import patched
 from autopipe.ir.torch_private import tree_map
 
 
@@ -67,6 +72,29 @@ def new_parameters(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def copies_are_values() -> Iterator[None]:
+    """Within, a parameter that `copy.deepcopy` copies becomes its values, without a gradient.
+
+    In plain PyTorch the copy has a gradient of its own, which nobody reads.
+    """
+
+    def copied(own: Callable[..., Any], tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if not isinstance(tensor, nn.Parameter):
+            return own(tensor, memo)
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone()
+        return memo[id(tensor)]
+
+    def asked(own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tensor, memo: copied(own, tensor, memo)
+
+    with ExitStack() as until:
+        for kind in (Tensor, nn.Parameter):  # a fake parameter is no object of the second
+            until.enter_context(patched(kind, "__deepcopy__", asked(kind.__deepcopy__)))
+        yield
 
 
 def _refusal(name: str, *, again: bool) -> CaptureError:

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from autopipe.eager import assigned_buffers, unsaid, unsaid_modes
 from autopipe.eager.holders import Part
 from autopipe.eager.kept import left_by, restoring
-from autopipe.eager.registered import AsRegistered
+from autopipe.eager.registered import AsRegistered, copies_are_values
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import refusals, user_lines
@@ -118,9 +118,8 @@ class Program(nn.Module):
             known, attributes = self._attributes.get(name, (tensor, {}))
             if known is not tensor:  # export's own in its place
                 vars(tensor).update(attributes)
-        paths = (spec.path for spec in self._tensors)
-        leaves = {**self._fixed, **dict(zip(paths, tensors, strict=True))}
-        batch = batches.rebuild(self.batch, leaves)
+        given = zip(self._tensors, tensors, strict=True)
+        batch = batches.rebuild(self.batch, self._fixed | {spec.path: own for spec, own in given})
         args, kwargs = batches.bind(self.model, batch, self.loss)
         if self._eager:
             with one_process(), with_loss(self.model, self.loss), not_compiling():
@@ -131,6 +130,7 @@ class Program(nn.Module):
             as_ops(self.model, self.regions, self._rows(tensors)),
             leaving_modules_alone(),
             averaging_by_tensors(),
+            copies_are_values(),
             counting_rows(),
             chosen_by_tensors(),
             inference_without_gradients(),

@@ -1,5 +1,6 @@
 """What a model registers in its first call: a parameter is refused by name, a buffer is a cache."""
 
+import copy
 import inspect
 
 import pytest
@@ -119,3 +120,27 @@ def test_a_buffer_that_the_first_call_registers_and_each_call_writes_is_refused(
     without a word: a buffer that was not there before was no change."""
     monkeypatch.setattr(against_eager, "MOST_FLOPS", most)
     assert "average" in refusal(built(Average))
+
+
+class Copied(Net):
+    """A frozen copy of a layer beside it, as of a teacher or a baseline."""
+
+    def inside(self, hidden):
+        frozen = copy.deepcopy(self.middle).requires_grad_(False)
+        return self.middle(hidden) - 0.5 * frozen(hidden)
+
+
+class CopiedTwice(Net):
+    """One with a gradient of its own, which nobody reads, and one of both uses of a layer."""
+
+    def inside(self, hidden):
+        both = copy.deepcopy(nn.Sequential(self.middle, self.middle))
+        assert both[0].weight is both[1].weight
+        return self.middle(hidden) - copy.deepcopy(self.middle)(hidden) * both(hidden).mean(1, True)
+
+
+@pytest.mark.parametrize("kind", [Copied, CopiedTwice])
+def test_a_copy_that_forward_makes_has_the_values_alone(kind):
+    """Bug: it was said to freeze a parameter of the model's, or to read a clock."""
+    assert unlike(built(kind)) == []
+    assert not trace_model(built(kind), inputs, square).regions
