@@ -103,14 +103,29 @@ def label_counts(graph: Graph, others: int = 0) -> LabelCounts | None:
     mean = _made_by(flow, graph.outputs[0])
     if mean is not None and mean.short in _MEANS:
         return _of_labels(flow, mean)
-    if mean is not None and mean.short == "div" and not mean.kwargs:
-        found, above = _divisor(flow, mean.args[1]), _made_by(flow, mean.args[0])
-        if found is not None and above is not None and above.short == "sum":
-            return _counting(flow, found, mean, ())
+    if mean is not None and mean.short == "div" and (found := _dividing(flow, mean)) is not None:
+        return _counting(flow, found, mean, ())
     results = [flow.position(v) for v in values_in(graph.outputs[:1]) if isinstance(v, Ref)]
-    means = (graph.nodes[p] for p in sorted(flow.with_all_before(results)))
-    terms = [_of_labels(flow, node) for node in means if node.short in _MEANS]
+    before = (graph.nodes[p] for p in sorted(flow.with_all_before(results)))
+    terms = [_term(flow, node) for node in before]
     return _together(graph, [term for term in terms if term is not None])
+
+
+def _term(flow: Dataflow, node: Node) -> LabelCounts | None:
+    """The labels that a node is a mean over, if it is one."""
+    if node.short in _MEANS:
+        return _of_labels(flow, node)
+    found = _dividing(flow, node) if node.short == "div" else None
+    if found is None:
+        return None
+    return _counting(flow, found._replace(value=found.sum), node, ())  # a count is all of a term
+
+
+def _dividing(flow: Dataflow, mean: Node) -> _Divisor | None:
+    """What a sum is divided by to be a mean over labels."""
+    if mean.kwargs or (above := _made_by(flow, mean.args[0])) is None or above.short != "sum":
+        return None
+    return _divisor(flow, mean.args[1])
 
 
 def leaving_out(leaves: Mapping[str, Any], read: Collection[str]) -> list[dict[str, Any]]:

@@ -119,8 +119,9 @@ def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) 
     first, second = (batch.slice_rows(traced.inputs, leaves, n, n + ROWS) for n in (0, ROWS))
     draws = max(2, min(MOST_DRAWS, MOST_BYTES // max(needed, 1)))
     tried: list[tuple[Leaves, int, str]] = [(first, draws, "")]
-    if labels is None:  # masks of two halves may count alike by chance, or count all
-        tried.append((second, 2, ""))
+    if labels is None:
+        tried.append((second, 2, ""))  # masks of two halves may count alike by chance
+    if labels is None or labels.terms:  # or count all
         read = {v.path for node in tail.nodes for v in node.values() if isinstance(v, Input)}
         holes = leaving_out(first, read) if not traced.reads else []
         tried += [(one, 2, " and a batch of which masks leave some out") for one in holes]
@@ -130,7 +131,7 @@ def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) 
             apart = _apart(tail, found, halves, labels, draws)
         except RowsUnknown as why:
             return str(why)
-        if apart is not None:
+        if apart is not None and not (beside and _uneven(apart[0], labels)):  # a run looks at those
             raise _refusal(*apart, labels, tail.nodes[-1].place or begins(loss), beside)
     return None
 
@@ -189,6 +190,11 @@ def _sums(values: Values) -> Values:
     return whole, one, other
 
 
+def _uneven(values: Values, labels: LabelCounts | None) -> bool:
+    """Whether terms of the loss are means over other numbers of labels in each half."""
+    return labels is not None and labels.terms and values[1][1:] != values[2][1:]
+
+
 def _close(value: float, expected: float, close: float = CLOSE) -> bool:
     return abs(value - expected) <= close * max(abs(value), abs(expected))
 
@@ -213,7 +219,7 @@ def _refusal(
     values: Values, others: Values, labels: LabelCounts | None, place: str, beside: str
 ) -> ModelError:
     """The error that says what the loss does, from its values for two draws of random numbers."""
-    uneven = labels is not None and labels.terms and values[1][1:] != values[2][1:]
+    uneven = _uneven(values, labels)
     if labels is not None:
         values, others = _means(values), _means(others)
     whole, one, other = values

@@ -217,7 +217,8 @@ def _check_even(counts: Sequence[tuple[float, ...]], place: str) -> None:
                 f"{place + ': ' if place else ''}this mean over labels is one of several terms of "
                 f"the loss. Micro-batch 0 has {first:.0f} labels, micro-batch {k} {count:.0f}: "
                 "the mean of their losses is not the loss of the batch",
-                hint='loss_over = "micro-batch" takes the mean of each micro-batch\'s own loss',
+                hint='loss_over = "batch" computes it over all rows of the batch, in two passes; '
+                'loss_over = "micro-batch" takes the mean of each micro-batch\'s own loss',
             )
 
 

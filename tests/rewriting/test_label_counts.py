@@ -175,3 +175,18 @@ def test_terms_of_a_loss_are_told_apart(plan: Plan) -> None:
     assert LabelWeights(found, found).of(one_row) == EVEN
     with pytest.raises(ModelError, match="Micro-batch 0 has 5 labels, micro-batch 1 3"):
         LabelWeights(found, found).of(replace(one_row, leaves=batches.flatten(inputs(2)), count=2))
+
+
+def test_a_sum_over_a_mask_divided_by_its_own_is_a_term_like_any_other(plan: Plan) -> None:
+    """Bug: beside another term it was not counted, and micro-batches weighed alike in it."""
+
+    def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        each = entropies(logits, batch["labels"]) * batch["kept"]
+        return logits.square().mean() + each.sum() / batch["kept"].sum().clamp(min=1)
+
+    found = of(loss)
+    assert found is not None and found.terms and len(found.graph.outputs) == 1
+    two = Microbatches(plan, batches.flatten(inputs(2)), first=0, rows=1, count=2)
+    with pytest.raises(ModelError, match="Micro-batch 0 has 6 labels, micro-batch 1 4") as refused:
+        LabelWeights(found, found).of(two)
+    assert 'loss_over = "batch"' in str(refused.value.hint)

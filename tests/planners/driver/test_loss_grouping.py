@@ -113,6 +113,11 @@ REFUSED = {
         "one of its terms is a mean over labels, of which rows have unequally many",
         TOGETHER,
     ),
+    "a mean over chosen places beside another term": (
+        lambda o, b: o.square().mean() + (o * (b["labels"] > 1)).sum() / (b["labels"] > 1).sum(),
+        "one of its terms is a mean over labels, of which rows have unequally many",
+        TOGETHER,
+    ),
     "negatives": (negatives, "it compares rows with each other", TOGETHER),
     "spread over rows": (
         lambda o, b: -o.var(0).mean(), "it compares rows with each other", TOGETHER,
@@ -175,6 +180,22 @@ def test_what_is_right_with_any_mask_is_taken_as_it_is():
 
     for loss in (each_row, counted, divided):
         assert checked(loss, inputs=counting_all) == []
+
+
+def test_a_term_beside_a_mean_over_labels_is_tried_with_other_masks():
+    """Bug: the mean over labels was counted in a run, and nothing looked at the term beside it."""
+
+    def labels(outputs, batch):
+        logits = (outputs[:, :, None] * torch.arange(1.0, 1 + WIDTH)).transpose(1, 2)
+        return F.cross_entropy(logits, batch["labels"])
+
+    beside = {
+        "chosen": lambda o, b: labels(o, b) + o.square()[b["mask"]].mean(),
+        "counted": lambda o, b: labels(o, b) + (o * b["mask"]).sum() / b["mask"].sum(),
+    }
+    with pytest.raises(ModelError, match="masks leave some out"):
+        checked(beside["chosen"], inputs=counting_all)
+    assert checked(beside["counted"], inputs=counting_all) == [], "each step counts them"
 
 
 def test_masks_of_two_halves_may_count_alike_by_chance():
