@@ -39,7 +39,13 @@ from autopipe.planners.driver import (
 )
 from autopipe.planners.driver.arguments import examples, second
 from autopipe.planners.driver.loss_parts import best_loss
-from autopipe.planners.driver.request import Job, PlanRequest, Traced, as_optimizer_allows
+from autopipe.planners.driver.request import (
+    Job,
+    PlanRequest,
+    Traced,
+    as_optimizer_allows,
+    left_alone,
+)
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
 from autopipe.stages.loss_cut import apart
@@ -230,7 +236,8 @@ def _planned(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Stopwat
     if request.may_fuse:
         needed |= need(traced.with_fused_attention.graph, request.precision)
     devices = arguments.measured(request.cluster, needed, say)
-    factor = optimizer_factor(optimizer_named(request.optimizer))
+    with left_alone(request.optimizer):
+        factor = optimizer_factor(optimizer_named(request.optimizer))
     found = best_loss(Job(request, traced, devices, factor), watch, say)
     check_runs(found)
     return found

@@ -8,13 +8,15 @@ both, and the cluster  ->  Job                               all that the search
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.spec import LocalSpec
+from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, PlanError
 from autopipe.frontend.least_rows import ONE, Least
 from autopipe.frontend.loss import Loss
@@ -265,7 +267,8 @@ def as_optimizer_allows(
         AutopipeError: parts were asked for of what it changes as a whole; torch.optim has none of
             this name; or it cannot step.
     """
-    apart = stepped_apart(optimizer_named(optimizer))
+    with left_alone(optimizer):
+        apart = stepped_apart(optimizer_named(optimizer))
     if apart == ELEMENT:
         return constraints
     does = _DOES[apart]
@@ -284,6 +287,13 @@ def as_optimizer_allows(
     say(f"optimizer: it {does}, and no rank gets a part of that: without {without}")
     kept = replace(constraints, zero=0, tp=1)
     return kept if apart == TENSOR else replace(kept, pp=1)
+
+
+@contextmanager
+def left_alone(optimizer: str | MakeOptimizer) -> Iterator[None]:
+    """Restore afterwards what a user's optimizer keeps: a hook may count the steps of planning."""
+    with restoring(optimizer) if callable(optimizer) else nullcontext():
+        yield
 
 
 _DOES = {

@@ -235,6 +235,21 @@ def test_planning_leaves_random_numbers_where_they_were() -> None:
     assert torch.rand(3).equal(expected)
 
 
+STEPS = {"made": 0}
+
+
+def counting(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: STEPS.update(made=STEPS["made"] + 1))
+    return optimizer
+
+
+def test_planning_makes_steps_that_a_hook_is_not_to_have_counted() -> None:
+    """Bug: a model that reads the count was traced with it, and ranks found another model."""
+    as_optimizer_allows(Constraints(), counting, print)
+    assert STEPS == {"made": 0}
+
+
 def test_an_optimizer_that_cannot_step() -> None:
     with pytest.raises(AutopipeError) as refused:
         as_optimizer_allows(Constraints(), "lbfgs", print)
