@@ -32,7 +32,7 @@ from autopipe.ir import opaque_ops
 from autopipe.ir.tensors import (
     OwnData,
     counted,
-    in_even_parts,
+    for_any_rows,
     indexes_by_a_number,
     is_another_value,
     is_one_for_all,
@@ -154,8 +154,8 @@ class RefusedCalls(TorchFunctionMode):
             if counts is None:
                 raise depends_on_values(user_lines.here())
             return counts
-        if (parts := in_even_parts(func, args, kwargs or {})) is not None:
-            return parts
+        if (made := for_any_rows(func, args, kwargs or {})) is not None:
+            return made
         refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import is_dataclass
 from functools import cache
@@ -182,7 +182,52 @@ def counted(
     return each.new_zeros(minlength).index_add(0, x.long(), each)
 
 
-def in_even_parts(
+def for_any_rows(
+    func: object, args: Sequence[Any], named: Mapping[str, Any]
+) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+    """What a call gives that torch's own code makes for one number of rows alone, made for any.
+
+    None: it is another call, or its sizes are numbers.
+    """
+    if (parts := _in_even_parts(func, args, named)) is not None:
+        return parts
+    written = _WRITTEN_OUT.get(getattr(func, "__name__", ""))
+    if written is None or not any(_has_symbols(tensor) for tensor in tensors_in((args, named))):
+        return None
+    return written(*args, **named)
+
+
+def _has_symbols(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
+def _along(x: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor | None:
+    """`take_along_dim`: other dims of 1 are as long as the other tensor's."""
+    if dim is None or x.dim() != indices.dim():
+        return None
+    at = dim % x.dim()
+    pairs = list(zip(x.shape, indices.shape, strict=True))
+    sizes = [b if a == 1 else a for a, b in pairs]
+    wide = x.expand(sizes[:at] + [x.shape[at]] + sizes[at + 1 :])
+    return wide.gather(at, indices.expand(sizes[:at] + [indices.shape[at]] + sizes[at + 1 :]))
+
+
+def _kronecker(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    dims = max(x.dim(), other.dim())
+    one = [1] * (dims - x.dim()) + list(x.shape)
+    two = [1] * (dims - other.dim()) + list(other.shape)
+    each = x.reshape([n for size in one for n in (size, 1)])
+    product = each * other.reshape([n for size in two for n in (1, size)])
+    return product.reshape([a * b for a, b in zip(one, two, strict=True)])
+
+
+_WRITTEN_OUT: dict[str, Callable[..., torch.Tensor | None]] = {
+    "take_along_dim": _along,
+    "kron": _kronecker,
+}
+
+
+def _in_even_parts(
     func: object, args: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[torch.Tensor, ...] | None:
     """What `chunk` and `split` give of rows that are so many times as many as their parts.

@@ -39,6 +39,38 @@ def test_rows_are_taken_apart(way):
     assert unlike(built(kind), cuts=(2,)) == []
 
 
+class Rows(nn.Module):
+    """`inside` is given 4 x 2 numbers of each row, and gives as many."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.other = nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x):
+        hidden = self.up(x).unflatten(1, (4, 2))
+        return self.down(self.inside(hidden).flatten(1))
+
+
+FIXED_BY_TORCH = {
+    "torch.take_along_dim(h, order, 1)": lambda self, h: torch.take_along_dim(
+        h, h.detach()[..., :1].argsort(1), 1
+    ),
+    "h.take_along_dim(one_for_all, dim=-2)": lambda self, h: h.take_along_dim(
+        torch.tensor([3, 1, 0, 2])[None, :, None], dim=-2
+    ),
+    "torch.kron(h, w)": lambda self, h: torch.kron(h[:, :2, :1], self.other),
+    "torch.kron(w, h)": lambda self, h: torch.kron(self.other, h[:, :2, :1]),
+}
+
+
+@pytest.mark.parametrize("inside", FIXED_BY_TORCH)
+def test_what_torch_makes_for_one_number_of_rows_is_made_for_any(inside):
+    """Bug: the model was told to take its rows from x.shape[0], which it never wrote down."""
+    kind = type("Rows", (Rows,), {"inside": FIXED_BY_TORCH[inside]})
+    assert unlike(built(kind), cuts=(1,)) == []
+
+
 class OfTwo(nn.Module):
     """Both views come with the batch: 2 b is the sum of the rows of two tensors."""
 
