@@ -105,6 +105,11 @@ def on_every_rank(error: Exception, *, cpu: bool = False) -> ModelError | None:
         hint = (
             "a token, a label, or a position in a long row is beyond the table it is looked up in"
         )
+        if "out of bounds for dimension 0" in str(error):
+            hint += (
+                "; or the batch numbers its own rows, as the edges of graphs do: a micro-batch has "
+                "some of them, so give each graph as a row, and number its nodes from 0"
+            )
         return ModelError(told, hint=hint)
     if dtypes_differ(error):
         cast = "cast what `inputs` gives, or where the two meet: x.to(self.weight.dtype)"

@@ -410,6 +410,30 @@ def test_a_batch_that_the_model_cannot_run_is_refused():
     )
 
 
+class Edges(nn.Module):
+    """A graph whose nodes are the rows, and whose edges number them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, nodes, edges):
+        hidden = self.layer(nodes)
+        return (hidden + torch.zeros_like(hidden).index_add(0, edges[1], hidden[edges[0]])).mean()
+
+
+def test_edges_that_number_the_rows_of_a_batch_are_told_of():
+    """Bug: the hint spoke of tokens, labels and positions alone."""
+    with pytest.raises(ModelError, match="index 3 is out of bounds for dimension 0") as refused:
+        autopipe.plan(
+            Edges,
+            lambda rows: {"nodes": torch.ones(rows, 4), "edges": torch.full((2, rows), rows - 1)},
+            cluster=machine(1),
+            batch_size=4,
+        )
+    assert "give each graph as a row, and number its nodes from 0" in refused.value.hint
+
+
 def test_dtypes_that_do_not_go_together_are_refused():
     """Bug: planned with a line, as tensors without memory are multiplied whatever their dtypes."""
     with pytest.raises(ModelError) as refused:
