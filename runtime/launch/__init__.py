@@ -1,7 +1,7 @@
 """An environment  ->  ranks that are alive and connected, and a verdict on the first that dies.
 
-In: variables of torchrun, Slurm, a pod of Kubeflow's or `--local N`. Out: a `World`, a process
-group, a `Watchdog`.
+In: the environment variables of torchrun, of Slurm or of a Kubeflow pod, or `--local N`. Out: a
+`World`, a process group, a `Watchdog`.
 
 Never found here: models, plans, tensors.
 

@@ -1,7 +1,7 @@
 """Names of hosts -> addresses, and the network interface of this host towards one of them.
 
-A name that has no address is an error: nothing here falls back to this host itself, which would
-leave every node waiting in a world of its own.
+A name that has no address is an error. This host is no substitute for it: every node would then
+wait for the ranks of the other nodes at its own address.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ def resolve(
 
     Args:
         name: a host name, or an address.
-        patience: seconds for which to try again; a cluster's names may come after its pods.
-        say: is told that it waits, once.
-        look_up: asks the system once, and raises OSError where it knows no such name.
+        patience: seconds for which to try again; a cluster may publish a pod's name after the pod
+            has started.
+        say: called once with a line, when the first try has failed and another one follows.
+        look_up: returns the address of a name, or raises OSError if the system knows none.
 
     Raises:
-        LaunchError: it has no address, after `patience`.
+        LaunchError: the name still has no address after `patience` seconds.
     """
     deadline = time.monotonic() + patience
     told = False
@@ -61,9 +62,9 @@ def _look_up(name: str) -> str:
 
 
 def towards(address: str) -> str | None:
-    """The network interface from which this host talks to `address`; None where it is not found.
+    """The network interface from which this host talks to `address`; None: none was found.
 
-    A datagram socket that is connected has chosen its own address, and has sent nothing.
+    To connect a datagram socket sends nothing, but makes the system choose the socket's address.
     """
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))

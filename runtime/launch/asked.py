@@ -1,8 +1,8 @@
 """Whether this process was asked to save and stop: by SIGUSR1, SIGTERM or Ctrl-C.
 
-Slurm sends SIGTERM before it preempts a job and what `--signal` names before its time is up;
-Kubernetes and torchrun send SIGTERM; a terminal sends SIGINT on Ctrl-C. The training loop looks
-after each step.
+Slurm sends SIGTERM before it preempts a job, and the signal of `--signal` before the job's time is
+up; Kubernetes and torchrun send SIGTERM; a terminal sends SIGINT on Ctrl-C. The training loop calls
+`by` after each step.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from types import FrameType
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
-HEARD = "Ctrl-C: it saves after this step and stops; once more, and it ends at once"
-"""What whoever sits at the terminal is told."""
+HEARD = "Ctrl-C: the run saves after this step and stops; press it again to end at once"
+"""The answer to the first Ctrl-C, printed on the terminal."""
 
 _received: list[int] = []
 
 
 def listen(*, alone: bool = False) -> None:
-    """From here on these signals do not end the process, but for a second Ctrl-C.
+    """From now on note `SIGNALS` instead of dying of them; a second Ctrl-C still ends the process.
 
     Call it from the main thread.
 
     Args:
-        alone: nobody else answers a Ctrl-C.
+        alone: whether to print `HEARD` on a Ctrl-C; else a parent process may print it.
     """
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -37,12 +37,12 @@ def listen(*, alone: bool = False) -> None:
 
     for number in SIGNALS:
         ignored = signal.getsignal(number) is signal.SIG_IGN
-        if number != signal.SIGINT or not ignored:  # as a shell has it for what runs in background
+        if number != signal.SIGINT or not ignored:  # a shell ignores it for background commands
             signal.signal(number, note)
 
 
 def by() -> str | None:
-    """The name of the first signal that has come; None: none has."""
+    """The name of the first signal that this process has received; None: it has received none."""
     if not _received:
         return None
     name = signal.Signals(_received[0]).name
@@ -50,5 +50,5 @@ def by() -> str | None:
 
 
 def interrupted() -> bool:
-    """Whether it was Ctrl-C that came first."""
+    """Whether the first signal was a Ctrl-C."""
     return _received[:1] == [signal.SIGINT]

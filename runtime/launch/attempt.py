@@ -1,15 +1,15 @@
-"""A part of a store that outlives its processes, for the processes of one attempt alone.
+"""Gives the ranks of one torchrun attempt a key prefix of their own in a store that is used again.
 
-torchrun restarts workers after one has died, and gives them the store that the dead ones have
-used: the addresses in it lead nowhere, and gloo waits for them (pytorch/pytorch#135712). Counting
-attempts does not help, as agents of several nodes count differently. So rank 0 invents a word, and
-each rank asks for it with a number that nobody has used before:
+torchrun restarts the workers after one has died. The new workers get the old workers' store, whose
+addresses belong to dead processes, and gloo waits for these (pytorch/pytorch#135712). The number of
+the attempt is no prefix, as the agents of several nodes count attempts differently. So rank 0 draws
+a random word, and each rank asks for the word with a random number of its own:
 
-    rank 2      hello/2 = 7f3a                        I am here, and this is my number
-    rank 0      welcome/2 = 7f3a 51c8                 you with this number: the word is 51c8
-    rank 2      51c8/here/2                           it may stop to ask for me
+    rank 2      hello/2 = 7f3a                 rank 2 is here; its number is 7f3a
+    rank 0      welcome/2 = 7f3a 51c8          to the rank with number 7f3a: the word is 51c8
+    rank 2      51c8/here/2                    rank 2 has the word; rank 0 need not look again
 
-What the dead have left in the store is answered too, and nobody reads it.
+Rank 0 may also answer a number that a dead worker has left in the store; nobody reads that answer.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ from autopipe.errors import LaunchError
 
 
 class SharedStore(Protocol):
-    """What is needed of `torch.distributed.Store`."""
+    """The methods of `torch.distributed.Store` that this module calls."""
 
     def set(self, key: str, value: str) -> None:
         """Make `value` known to all ranks."""
 
     def get(self, key: str) -> bytes:
-        """The value of `key`, which is set."""
+        """The value of `key`, which has been set before."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these are set."""
+        """Whether all of these keys are set."""
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""What torchrun's agents read: with it, the store in which they meet is not the workers' too."""
+"""An environment variable; if it is 1, torchrun's agents give the workers a store of their own."""
 
 _PAUSE = 0.02
-"""Seconds from one look into the store to the next."""
+"""Seconds between two looks into the store."""
 
 
 def of_this_attempt(store: SharedStore, rank: int, size: int, timeout: float) -> Any:
-    """The store under a prefix that only the ranks which are alive know; every rank calls it.
+    """The store under a prefix that only this attempt's ranks know; every rank calls it.
+
+    Returns:
+        A `torch.distributed.PrefixStore`.
 
     Raises:
-        LaunchError: a rank has not come within `timeout` seconds.
+        LaunchError: another rank has not called it within `timeout` seconds.
     """
     import torch.distributed as dist
 
@@ -63,11 +66,12 @@ _HERE = "autopipe/attempt"
 
 
 def elastic_warning(environ: Mapping[str, str]) -> str | None:
-    """What is to be known of an elastic torchrun before a node is lost; None: nothing.
+    """A warning for runs that an elastic torchrun started without `OWN_STORE`; None: no warning.
 
-    An agent of torch 2.13 that shares its store tells nobody where it is after its first meeting: a
-    node that comes back waits for that before it starts a rank, which could say so. A rank does not
-    know whether its agent is elastic.
+    After its first rendezvous an agent of torch 2.13 that shares its store does not publish its
+    address again, and a node that comes back waits for the address before it starts a rank. That
+    node cannot print the warning, so the first ranks do, whether or not torchrun is elastic: a rank
+    cannot find that out.
     """
     if "TORCHELASTIC_RUN_ID" not in environ or environ.get(OWN_STORE) == "1":
         return None
@@ -78,7 +82,7 @@ def elastic_warning(environ: Mapping[str, str]) -> str | None:
 
 
 def _asked(store: SharedStore, rank: int, own: str, deadline: float) -> str:
-    """Rank 0's word."""
+    """The word that rank 0 has drawn, as another rank learns it."""
     welcome = f"{_HERE}/welcome/{rank}"
     while time.monotonic() < deadline:
         if store.check([welcome]):
@@ -87,11 +91,11 @@ def _asked(store: SharedStore, rank: int, own: str, deadline: float) -> str:
                 store.set(f"{_HERE}/{word}/here/{rank}", "")
                 return word
         time.sleep(_PAUSE)
-    raise LaunchError(f"rank {rank} has waited in vain for rank 0", hint="did all ranks start?")
+    raise LaunchError(f"rank {rank}: rank 0 did not answer in time", hint="did all ranks start?")
 
 
 def _answer(store: SharedStore, word: str, size: int, deadline: float) -> None:
-    """Tell every rank the word, until all of them have it."""
+    """As rank 0, give the word to the other ranks; returns when all of them have it."""
     missing = set(range(1, size))
     while missing and time.monotonic() < deadline:
         for rank in sorted(missing):
@@ -103,5 +107,5 @@ def _answer(store: SharedStore, word: str, size: int, deadline: float) -> None:
         time.sleep(_PAUSE)
     if missing:
         raise LaunchError(
-            f"rank 0 has waited in vain for rank {min(missing)}", hint="did all ranks start?"
+            f"rank 0: rank {min(missing)} did not come in time", hint="did all ranks start?"
         )

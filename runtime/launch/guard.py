@@ -2,27 +2,28 @@
 
     rank 0     rank 1     rank 2     rank 3      train; each writes where it is into shared memory
       |          |          |          |
-    guard 0    guard 1    guard 2    guard 3     a sidecar each: needs neither torch nor the GIL
+    guard 0    guard 1    guard 2    guard 3     each in a sidecar process, without torch and GIL
       |__________|___ hub ___|_________|         in rank 0's sidecar (`launch.hub`); over TCP
 
-The hub elects the first death and tells every guard. One guard of each node prints it, unless the
-rank that it names is on this node and prints by itself what it has raised. When that rank has had
-its say and is gone (at once, if it died), every rank gets the time to end by itself, or is ended:
+The hub elects the rank that died first and tells every guard: the verdict. On each node one guard
+prints it, unless that rank is on the node and prints its own error. Once that rank has printed it
+and ended (at once, if it died), the hub says `end`: each rank may now end by itself, or is ended:
 
     what the guard hears or sees       what it does
     verdict                            tells its rank, prints
     end                                0.5 s later SIGTERM, 1 s after that SIGKILL
     the hub is gone, silent for 10 s   verdict: rank 0 was lost; end
-    goodbye of its rank                passes it on and ends; rank 0's when all have said it
-    its process is gone after `end`    ends
+    goodbye of its rank                passes it on and ends; rank 0's guard ends after the others
+    its rank is gone after `end`       ends
 
-A long C++ call, a compilation, an import are none of these: nobody asks a rank for a sign of life.
-Only sidecars give one, and only a stopped process (SIGSTOP) is frozen.
+A rank in a long C++ call, a compilation or an import counts as alive: ranks owe no signs of life.
+Sidecars do, and a rank counts as frozen only if its process is stopped (SIGSTOP).
 
-A sidecar is in its rank's process group: a launcher that kills the group leaves nothing behind, and
-one that sends SIGTERM to it is seen to have ended the rank.
+A sidecar is in its rank's process group, so a launcher that kills the group ends the sidecar too. A
+sidecar that gets SIGTERM notes that the launcher has ended the rank.
 
-Neither torch nor the rest of autopipe is imported here: a sidecar is there in 30 ms and 12 MB.
+This module imports neither torch nor the rest of autopipe, so a sidecar starts in 30 ms and takes
+12 MB.
 """
 
 from __future__ import annotations
@@ -46,34 +47,37 @@ from autopipe.runtime.launch.hub import (
 from autopipe.runtime.launch.messages import Connection, Loop, Message
 
 FROZEN = 5.0
-"""Seconds that a process may be stopped."""
+"""Seconds that a process may be stopped before it counts as frozen."""
 
 ASK = 0.5
-"""Seconds from the end of a run to SIGTERM, for ranks that do not notice it by themselves."""
+"""Seconds from the hub's `end` to SIGTERM, for ranks that do not end by themselves."""
 
 KILL = 1.5
-"""Seconds from the end of a run to SIGKILL."""
+"""Seconds from the hub's `end` to SIGKILL."""
 
 MEMORY = 24
-"""Bytes of the three numbers that a rank writes and its sidecar reads."""
+"""Bytes of the three int64 numbers that a rank writes and its sidecar reads."""
 
 OUTSIDE, INSIDE, AFTER = range(3)
-"""Where a rank is: in no step, or in one that an exception has ended; in a step; after one."""
+"""Where a rank is: in no step, or in one that an exception has ended; in a step; after a step."""
 
 
 @dataclass
 class Guard:
-    """Watches one rank, tells the hub, and ends the rank when told to.
+    """Watches one rank, reports to the hub, and ends the rank when the hub says so.
 
     Args:
-        pid: of the rank.
-        process: its pidfd, which never comes to mean another process, as a pid does.
-        memory: three numbers that the rank writes: the step, and the position of the instruction in
-            all it has told of its programs, both plus one, so that 0 is none; and OUTSIDE, INSIDE
-            or AFTER the step.
-        control: to the rank.
-        hub: to the hub, which lets in who knows `token`.
-        local_rank: on its node; the lowest one whose guard is at work prints the verdict.
+        loop: calls the guard when a connection has something to read.
+        rank, node: the rank's number, and that of its node.
+        pid: the rank's process id.
+        process: the rank's pidfd; unlike a pid it never refers to a later process.
+        memory: three numbers that the rank writes: the step plus one; one plus the position of its
+            instruction in all programs that it has reported; OUTSIDE, INSIDE or AFTER. 0 as one of
+            the first two stands for no step and no instruction.
+        control: the connection to the rank.
+        hub: the connection to the hub.
+        token: the word by which the hub knows the run's guards.
+        local_rank: the rank's number on its node; the node's first guard prints the verdict.
     """
 
     loop: Loop
@@ -111,7 +115,7 @@ class Guard:
         self.hub.send(hello=self.token, rank=self.rank, node=self.node, place=self.place())
 
     def place(self) -> Whereabouts:
-        """Where the rank is, by what it wrote last."""
+        """Where the rank is, according to the numbers that it wrote last."""
         step, index, state = self.memory[0] - 1, self.memory[1] - 1, self.memory[2]
         if step >= 0 and 0 <= index < len(self._program):
             stage, words = self._program[index]
@@ -125,7 +129,7 @@ class Guard:
         )
 
     def turn(self) -> None:
-        """Do whatever is due by the clock."""
+        """Look for a stopped rank, give a sign of life, end the rank: what is due by the clock."""
         now = self.loop.clock
         if self._alive and not self._reported:
             self._look_for_a_stop(now)
@@ -140,7 +144,7 @@ class Guard:
         self.control.flush()
 
     def done(self) -> bool:
-        """Whether the rank has ended, and all that was to be said of it is said."""
+        """Whether the rank has ended or said goodbye, and the hub knows it or cannot be told."""
         now = self.loop.clock
         if self._ended is not None:
             return not self._alive or now > self._ended + GIVE_UP
@@ -166,7 +170,7 @@ class Guard:
     def _see_the_end(self) -> None:
         self.loop.forget(self.process)
         if self.control.open:
-            self._read_control()  # what it has said comes before its end
+            self._read_control()  # the rank's last messages come before its end
         self._alive, self._gone = False, self.loop.clock
         if not (self._bye or self._reported):
             if self._told or self._verdict is not None:
@@ -210,7 +214,7 @@ class Guard:
         self._verdict = verdict
         self.control.send(verdict=verdict["verdict"], rank=verdict["rank"])
         speaks = verdict["kind"] in SPEAKS and verdict["node"] == self.node
-        # Rank 0's node is node 0, and its first guard is the hub's: of no help without it.
+        # If rank 0 is lost, so is its guard, the first of node 0: the second one prints there.
         first = int(verdict["kind"] == "lost" and verdict["rank"] == self.node == 0)
         if self.local_rank == first and not speaks:
             say(f"error: {verdict['verdict']}")
@@ -221,7 +225,7 @@ class Guard:
             self.control.send(end=True)
 
     def _conclude(self, why: str) -> None:
-        """End without a hub, unless there is nothing left to end."""
+        """Decide without the hub that rank 0 was lost, unless this rank has left the run."""
         if self._acknowledged or not self._alive:
             return
         text = str(Cause(self.loop.clock, "lost", 0, self._master, why))
@@ -231,7 +235,7 @@ class Guard:
     def _end_the_rank(self, seconds: float) -> None:
         frozen = self._verdict is not None and self._verdict["kind"] == "frozen"
         if seconds >= KILL or (frozen and _state(self.pid)[:1] == ["T"]):
-            number = signal.SIGKILL  # the one signal that a stopped process does not keep for later
+            number = signal.SIGKILL  # a stopped process acts on other signals only when continued
         elif seconds >= ASK:
             number = signal.SIGTERM
         else:
@@ -246,7 +250,7 @@ class Guard:
 
 
 def _state(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from its third on, the state; none without the process."""
+    """The fields of /proc/PID/stat from the third, the state, on; none if the process is gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -255,7 +259,10 @@ def _state(pid: int) -> list[str]:
 
 
 def _manner(pid: int) -> str:
-    """How a process has ended, as long as its parent has not asked; then that it was killed."""
+    """How a process has ended: `exited with code 1`, `killed by SIGSEGV`.
+
+    "killed" stands for SIGKILL, and for an end that cannot be seen as the parent has reaped it.
+    """
     state = _state(pid)
     status = int(state[-1]) if state[:1] == ["Z"] else int(signal.SIGKILL)
     if os.WIFEXITED(status):
@@ -265,18 +272,18 @@ def _manner(pid: int) -> str:
 
 
 def say(line: str) -> None:
-    """A line on stderr, in one piece."""
+    """Print a line on stderr, in one write."""
     try:
         os.write(2, f"{line}\n".encode())
     except OSError:
-        pass  # nobody listens any longer
+        pass  # stderr is closed
 
 
 def main(config: Message) -> None:
-    """Watch until there is nothing left to watch.
+    """Run a sidecar until its guard and, in rank 0's sidecar, the hub are done.
 
     Args:
-        config: as `runtime.launch.watchdog.watch` writes it; files are their descriptors.
+        config: as `runtime.launch.watchdog.watch` writes it; files stand as their descriptors.
     """
     loop, hub = Loop(), None
     if "listener" in config:

@@ -1,18 +1,18 @@
 """Elects the rank that died first, from what the guards of all ranks report.
 
-What is seen of a rank is a cause. The first cause becomes the verdict, but one that is likely to
-follow from another leaves that one some time to come in:
+A report on a rank is a cause, and one cause becomes the verdict. A cause that often follows from
+another rank's death waits for reports of that death, which outrank it:
 
-    what is seen                                             cause    outranked by  waits, seconds
+    what is seen of a rank                                   cause    outranked by  waits, seconds
     its process is gone, and has said no goodbye             died     -             0
     its process has been stopped (state T) for 5 s           frozen   -             0
-    it says what it has raised                               raised   -             0.5
+    it reports the error that it has raised                  raised   -             0.5
     its guard's connection is closed, or silent for 10 s     lost     those above   0.5
     it has said goodbye, and another rank needs it           left     those above   0.5
-    it says that it lost a connection, or waited too long    echo     those above   3
-    its process is gone, as its launcher has asked it to be  told     those above   3
+    it reports a lost connection or a wait that was too long echo     those above   3
+    its process is gone, after its launcher's SIGTERM        told     those above   3
 
-Runs in rank 0's sidecar; neither torch nor the rest of autopipe is imported here.
+The hub runs in rank 0's sidecar and imports neither torch nor the rest of autopipe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VERBS = {
 }
 
 SPEAKS = ("raised", "echo")
-"""Causes that leave their rank alive: it says by itself what it has raised, and ends."""
+"""Causes that leave their rank alive: it prints its own error and ends."""
 
 BEAT = 0.5
 """Seconds between two signs of life of a sidecar."""
@@ -44,14 +44,14 @@ SILENT = 10.0
 """Seconds without a sign of life after which a connection counts as cut."""
 
 LEAVE = 5.0
-"""Seconds that a rank that has raised gets to say so and end before the others are ended."""
+"""Seconds that a rank gets to print its error and end, before the others are ended."""
 
 STRAY = 10.0
-"""Seconds after a goodbye in which another rank may still be seen in the last step: a message that
-is late, or a process that its machine has no time for."""
+"""Seconds after one rank's goodbye in which another rank may still report that it is in a step: its
+message may be late, or its machine may be busy with other processes."""
 
 GIVE_UP = 8.0
-"""Seconds after which a sidecar ends although something that it waits for has not happened."""
+"""Seconds after which a sidecar ends although what it waits for has not happened."""
 
 
 class Whereabouts(NamedTuple):
@@ -76,9 +76,9 @@ class Cause(NamedTuple):
 
 
 def elect(causes: Sequence[Cause], now: float) -> Cause | None:
-    """The cause that the others follow from, or None as long as a better one may come in.
+    """The cause of the run's end, or None as long as a cause that outranks it may come in.
 
-    What several ranks raise alike (none can read the plan) is the lowest one's to say.
+    If several ranks raise the same error (no rank can read the plan), the lowest rank's cause wins.
     """
     if not any(now - cause.time >= SETTLE.get(cause.kind, 0.0) for cause in causes):
         return None
@@ -88,13 +88,21 @@ def elect(causes: Sequence[Cause], now: float) -> Cause | None:
 
 
 def unreachable(rank: int) -> str:
-    """Why a rank is lost that has been silent for too long."""
+    """The reason for a lost rank whose guard was silent for `SILENT` seconds, in words."""
     return f"rank {rank}'s node cannot be reached (nothing heard for {SILENT:g} s)"
 
 
 @dataclass
 class Member:
-    """What the hub knows of one rank; -1 before it has said which it is."""
+    """What the hub knows of one rank; `rank` and `node` are -1 until its guard has said hello.
+
+    Attributes:
+        heard: when its guard has last sent something, by the hub's clock.
+        bye: when the rank has said goodbye; None: it has not.
+        told: whether its launcher has ended it.
+        gone: whether its process is gone.
+        lost: whether its guard is silent or gone.
+    """
 
     connection: Connection
     heard: float
@@ -108,17 +116,17 @@ class Member:
 
     @property
     def here(self) -> bool:
-        """Whether the rank is part of the run, for all that is known."""
+        """Whether the rank is still part of the run, as far as the hub knows."""
         return self.rank >= 0 and self.bye is None and not (self.gone or self.lost)
 
 
 @dataclass
 class Hub:
-    """Hears of every rank, elects the verdict and tells it to all.
+    """Receives the guards' reports, elects the verdict and sends it to all guards.
 
     Args:
-        size: how many ranks there are.
-        token: what a guard says to be let in.
+        size: the number of ranks.
+        token: the word that a guard has to send first.
     """
 
     loop: Loop
@@ -132,25 +140,25 @@ class Hub:
     _beaten: float = 0.0
 
     def listen(self, server: socket.socket) -> None:
-        """Let in whoever connects to `server` and knows the token."""
+        """Accept guards that connect to `server`; `join` explains how they say who they are."""
         server.setblocking(False)
 
         def accept() -> None:
             try:
                 self.join(server.accept()[0])
             except OSError:
-                pass  # it has gone away again
+                pass  # the other end has closed already
 
         self.loop.watch(server, accept)
 
     def join(self, sock: socket.socket) -> None:
-        """Hear a connected guard; which rank's it is, it says first."""
+        """Listen to a connected guard; its first message has the token and the rank's number."""
         member = Member(Connection(sock, limit=1 << 16), self.loop.clock)
         self._members.append(member)
         self.loop.watch(sock, lambda: self._read(member))
 
     def turn(self) -> None:
-        """Do whatever is due by the clock."""
+        """Notice silent guards, give a sign of life, elect, end the run: what is due by now."""
         now = self.loop.clock
         for member in self._members:
             if member.here and now - member.heard > SILENT:
@@ -172,7 +180,7 @@ class Hub:
             member.connection.flush()
 
     def done(self) -> bool:
-        """Whether nobody needs the hub any longer."""
+        """Whether no guard needs the hub any longer."""
         if self._ended is None:
             return self._complete() and self._peaceful()
         # Rank 0's guard runs in this process and closes nothing.
@@ -180,15 +188,15 @@ class Hub:
         return (self._complete() and alone) or self.loop.clock > self._ended + GIVE_UP
 
     def _complete(self) -> bool:
-        """Whether every rank has come in; one that has not after so long runs without a guard."""
+        """Whether every guard has connected; after `SILENT` s the missing ones never will."""
         return len(self._members) >= self.size or self.loop.clock > SILENT
 
     def _peaceful(self) -> bool:
-        """Whether every rank has said goodbye, or was told to end."""
+        """Whether every rank has said goodbye, or was ended by its launcher."""
         return all(member.bye is not None or member.told for member in self._members)
 
     def _may_end(self, verdict: Cause) -> bool:
-        """Whether whoever the verdict names has had its say, and all others may end."""
+        """Whether the others may end: the verdict's rank has printed its error, or never will."""
         late = self.loop.clock - self._decided > LEAVE
         alive = any(m.here for m in self._members if m.rank == verdict.rank)
         return late or not alive or verdict.kind not in SPEAKS
@@ -247,7 +255,7 @@ class Hub:
         self._add(member, "lost", why)
 
     def _look_for_a_leaver(self, waiting: Member, seconds: float) -> None:
-        """A step needs every rank: whoever said goodbye so long ago is missed in this one."""
+        """Report a rank that said goodbye at least so many seconds before `waiting` needed it."""
         for member in self._members:
             if member.bye is not None and self.loop.clock - member.bye >= seconds:
                 place = waiting.place

@@ -1,4 +1,4 @@
-"""Copies what ranks print into a file each, while it goes on to the terminal.
+"""Copies the output of each rank into a file of its own, and passes it on to the terminal.
 
 rank 3, stdout  --pipe-->  a thread  --+-->  FOLDER/rank-3.log
 rank 3, stderr  --pipe-->  a thread  --+-->  stdout or stderr of the parent
@@ -15,24 +15,24 @@ from typing import IO
 from autopipe.errors import LaunchError
 
 PATIENCE = 5.0
-"""Seconds for the rest of what ended ranks have printed: a process that they left behind may hold
-their pipe open."""
+"""Seconds to wait for the last output of ended ranks: a process that a rank has started may still
+hold the rank's pipe open."""
 
 LONGEST = 65536
-"""Bytes of a line that are waited for before they are copied."""
+"""Bytes of a line at most; a longer line is copied in parts, before it has ended."""
 
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
-"""For a child whose output is copied: what it printed last before it died is in its log too."""
+"""Environment of a child whose output is copied, so that the log has its last lines if it dies."""
 
 
 class Logs:
-    """The files of a folder, `rank-0.log` and so on; lines of earlier runs stay.
+    """The files of a folder, `rank-0.log` and so on; a run appends to the files of earlier runs.
 
     Args:
-        folder: is made if it is not there.
+        folder: where the files are; made if it does not exist.
 
     Raises:
-        LaunchError: it cannot be made.
+        LaunchError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,11 +48,15 @@ class Logs:
             ) from error
 
     def path(self, rank: str) -> Path:
-        """Where a rank's output is."""
+        """The file with a rank's output."""
         return self._folder / f"rank-{rank}.log"
 
     def follow(self, rank: str, child: subprocess.Popen[bytes]) -> None:
-        """Copy what a child prints from now on, until its end.
+        """Begin to copy a child's output, in threads that end with the child.
+
+        Args:
+            rank: the child's rank, which names the file.
+            child: started with pipes for stdout and stderr.
 
         Raises:
             LaunchError: the rank's file cannot be written.
@@ -69,7 +73,7 @@ class Logs:
             self._threads[-1].start()
 
     def close(self) -> None:
-        """Wait for the rest; the children have ended."""
+        """Copy what is left in the pipes, and close the files; the children have ended."""
         for thread in self._threads:
             thread.join(PATIENCE)
         for log in self._files:
@@ -77,9 +81,9 @@ class Logs:
 
 
 def _copy(source: IO[bytes], targets: list[FileIO]) -> None:
-    """Copy lines to each target as long as it takes them: a child never waits for a full disk."""
+    """Copy lines to the targets; drop a target that fails, so that a full disk stops no child."""
     with source:
-        while line := source.readline(LONGEST):  # whole ones: its other stream has the same log
+        while line := source.readline(LONGEST):  # whole lines: stdout and stderr share the log
             for target in [*targets]:
                 try:
                     target.write(line)

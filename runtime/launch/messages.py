@@ -13,19 +13,23 @@ from collections.abc import Callable
 from typing import Any
 
 TURN = 0.25
-"""Seconds that a loop waits at most before it looks at its clock again."""
+"""Seconds that a turn of a loop waits at most for something to read."""
 
 LONGEST = 1.0
-"""Seconds that one turn of a loop counts for, however long it took."""
+"""Seconds by which one turn advances a loop's clock at most, however long it took."""
 
 Message = dict[str, Any]
 
 
 class Connection:
-    """Messages over a connected socket, a line of JSON each; nothing here blocks.
+    """Messages over a connected socket, a line of JSON each; no method blocks.
 
     Args:
-        limit: bytes that a message may have. A longer one, or one that is no JSON, closes it.
+        limit: bytes that a message may have. The connection closes on a longer message, and on a
+            line that is no JSON object.
+
+    Attributes:
+        open: whether more messages may come.
     """
 
     def __init__(self, sock: socket.socket, limit: int = 1 << 30) -> None:
@@ -37,22 +41,22 @@ class Connection:
         self._going = b""
 
     def send(self, **message: Any) -> None:
-        """Write a message; what the socket does not take at once goes with a later `flush`."""
+        """Write a message; a later `flush` writes the bytes that the socket does not take now."""
         self._going += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Write what is left, as far as the socket takes it."""
+        """Write as many of the remaining bytes as the socket takes."""
         try:
             while self._going:
                 self._going = self._going[self.socket.send(self._going) :]
         except BlockingIOError:
             pass
         except OSError:
-            self._going = b""  # closed, as `receive` tells after what there is still to read
+            self._going = b""  # closed; `receive` finds out once it has read the last messages
 
     def receive(self) -> list[Message]:
-        """All messages that have come; `open` is False once there will be no more."""
+        """The messages that have come since the last call; after the last ones `open` is False."""
         try:
             while self.open and len(self._coming) <= self._limit:
                 part = self.socket.recv(1 << 16)
@@ -78,10 +82,10 @@ class Connection:
 
 
 class Loop:
-    """Calls whoever has something to read, and counts the seconds turn by turn.
+    """Calls a function for each file that has something to read, and keeps a clock in seconds.
 
-    A turn counts for a second at most: a process that was not run for a minute (a suspended job, a
-    machine that swaps) does not find that everybody else was silent for so long.
+    A turn advances the clock by `LONGEST` at most. A process that did not run for a minute (a
+    suspended job, a machine that swaps) thus does not conclude that the others were silent.
     """
 
     def __init__(self) -> None:
@@ -94,13 +98,13 @@ class Loop:
         self._selector.register(file, selectors.EVENT_READ, call)
 
     def forget(self, file: socket.socket | int) -> None:
-        """Call nobody for `file` any longer."""
+        """Stop to watch `file`."""
         self._selector.unregister(file)
 
     def turn(self) -> None:
-        """Wait for something to read, `TURN` seconds at most, and call who is to be called."""
+        """Wait `TURN` seconds at most, and call the functions of files with something to read."""
         for key, _ in self._selector.select(TURN):
-            if key.fd in self._selector.get_map():  # nobody called before has closed it
+            if key.fd in self._selector.get_map():  # no earlier call has closed it
                 key.data()
         now = time.monotonic()
         self.clock += min(now - self._last, LONGEST)

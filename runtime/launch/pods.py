@@ -3,9 +3,9 @@
     PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT
         --pod_from-->  Pod  --environments-->  RANK, WORLD_SIZE, ... of each process
 
-Kubeflow's operators say these to the one container of a node (torchrun reads them too). They also
-set RANK and WORLD_SIZE in some versions, to the number of the pod: what a pod says comes first,
-until there is a LOCAL_RANK, which a process has that somebody has started in it.
+Kubeflow's operators set the PET variables in a node's one container (torchrun reads them too). Some
+versions also set RANK and WORLD_SIZE, to the number of the pod and of all pods. So the PET
+variables decide, unless LOCAL_RANK is set: only a rank that was started in the pod has that one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from autopipe.errors import LaunchError
 
 PATIENCE = 120.0
-"""Seconds that a pod waits for the name of the first one: Kubernetes may say it late."""
+"""Seconds that a pod waits for the address of the first pod: Kubernetes may publish it late."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Pod:
     """One node of a job, in which no rank has been started yet.
 
     Attributes:
-        nodes, node: how many there are, and which this one is, from 0.
-        processes: ranks in this pod; None: as the plan has it.
-        master_addr, master_port: where rank 0 listens.
+        nodes, node: how many nodes the job has, and the number of this one, from 0.
+        processes: ranks in this pod; None: as many as the plan has there.
+        master_addr, master_port: host and port on which rank 0 listens.
     """
 
     nodes: int
@@ -37,10 +37,10 @@ class Pod:
 
 
 def pod_from(environ: Mapping[str, str]) -> Pod | None:
-    """What a pod's environment says of it; None outside of a pod, and in its ranks.
+    """The pod that an environment describes; None: this is no pod, or a rank in one.
 
     Raises:
-        LaunchError: a variable is missing, is no number, or allows for several numbers of nodes.
+        LaunchError: a variable is missing, is no number, or is a range of nodes (`1:4`).
     """
     if "PET_NNODES" not in environ or "LOCAL_RANK" in environ:
         return None
@@ -53,13 +53,13 @@ def pod_from(environ: Mapping[str, str]) -> Pod | None:
     if not address:
         if nodes > 1:
             raise _missing("MASTER_ADDR", environ)
-        address = "127.0.0.1"  # one node has no other to be found by
+        address = "127.0.0.1"  # there is no other node that has to find this one
     port = _number(environ, "MASTER_PORT") if "PET_MASTER_PORT" in environ else _PORT
     return Pod(nodes, node, counted, address, port)
 
 
 _AUTOMATIC = ("auto", "gpu", "cpu")
-"""torchrun's words for as many processes as there are devices."""
+"""Values of PET_NPROC_PER_NODE by which torchrun starts one process a device."""
 
 _PORT = 29500
 """torchrun's own default."""
@@ -83,13 +83,14 @@ def _missing(name: str, environ: Mapping[str, str]) -> LaunchError:
 
 
 def environments(pod: Pod, counts: Sequence[int]) -> list[dict[str, str]]:
-    """Torchrun's variables for each rank of a pod.
+    """torchrun's variables for each rank of a pod.
 
     Args:
-        counts: how many ranks the plan has on each of its nodes.
+        counts: the plan's number of ranks on each node.
 
     Raises:
-        LaunchError: the job has other nodes, or another number of ranks in this one.
+        LaunchError: the plan has another number of nodes than the job, or another number of ranks
+            on this node than the pod.
     """
     if pod.nodes != len(counts):
         asked = f"{len(counts)} node{'s' * (len(counts) > 1)}"

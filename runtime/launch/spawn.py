@@ -25,7 +25,7 @@ from autopipe.runtime.launch.logs import UNBUFFERED, Logs
 
 
 def cores() -> int:
-    """How many cores this process may use: what Slurm or a container has left of the machine."""
+    """The number of cores that this process may use; Slurm or a container may withhold some."""
     every = os.cpu_count() or 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
 
@@ -43,34 +43,36 @@ def spawn(
     forwarded: Sequence[signal.Signals] = (),
     log_dir: Path | None = None,
 ) -> int:
-    """Run `command` with `argv` in so many processes on this machine: what `--local N` does.
+    """Run a command in several processes on this machine, as `--local N` does.
+
+    The processes find torchrun's variables in their environment, and share this process's stdout
+    and stderr. All of them end when one fails, on Ctrl-C or on SIGTERM: none outlives this call.
+
+    Each process leads a session of its own. So Ctrl-C reaches the parent alone, which then ends
+    each process together with whatever the process has started (data loaders). If the parent is
+    killed, the kernel ends the processes (on Linux only). Call it from the main thread, where
+    signals arrive.
 
     Args:
-        environs: torchrun's variables for each of them, where there are ranks on other machines
-            too; by themselves otherwise.
-
-    They find torchrun's variables in their environment and write to the same stdout and stderr.
-    All of them end when one fails, on Ctrl-C or on SIGTERM: none outlives this function.
-
-    Each leads a session of its own: Ctrl-C reaches the parent alone, which then ends each of them
-    with what that one has started in turn (data loaders). A parent that is itself killed cannot do
-    so; on Linux the kernel then does. Call it from the main thread, where signals arrive.
-
-    Args:
-        forwarded: signals that do not end this function: each process gets them, and ends itself;
-            a second SIGINT ends it all the same.
-        log_dir: a folder for what each rank prints, on stdout and stderr, beside the terminal.
+        processes: how many to start.
+        argv: arguments that follow `command`.
+        command: the program and its first arguments.
+        environs: torchrun's variables of each process, if the run has ranks on other machines;
+            None: these processes are all ranks.
+        forwarded: signals that do not end this call: it sends them on to the processes, which then
+            end by themselves. A second SIGINT ends the call all the same.
+        log_dir: a folder for a log of each rank's output, which the terminal shows as well.
 
     Returns:
-        0, or the code of the first process that failed; 128 + n if signal n killed it, or stopped
-        this function; 130 if all have ended well after a SIGINT.
+        0, or the exit code of the first process that failed; 128 + n if signal n killed that
+        process or ended this call; 130 if all processes succeeded after a SIGINT.
 
     Raises:
-        LaunchError: fewer than one process is asked for, or the logs cannot be written.
+        LaunchError: `processes` is less than 1, or the logs cannot be written.
     """
     if processes < 1:
         raise LaunchError(f"expected at least 1 local process, found {processes}")
-    # A program of its own, not Popen's `preexec_fn`: that one is unsafe in a parent with threads.
+    # A program, not Popen's `preexec_fn`, which is unsafe in a parent with threads.
     guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
     if sys.platform != "linux":
         guard = []
@@ -117,7 +119,7 @@ def spawn(
 def _start(
     command: Sequence[str], environ: Mapping[str, str], logs: Logs | None
 ) -> subprocess.Popen[bytes]:
-    """A process in a session of its own; `logs` get what it prints."""
+    """Start a process in a session of its own; `logs` copy its output."""
     pipe = subprocess.PIPE if logs is not None else None
     full = {**environ, **UNBUFFERED} if logs is not None else environ
     child = subprocess.Popen(command, env=full, start_new_session=True, stdout=pipe, stderr=pipe)
@@ -127,10 +129,11 @@ def _start(
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on.
+    """A TCP port of this machine on which no process listens.
 
-    Below those that Linux gives to connections by itself (from 32768 on): until rank 0 listens, one
-    of them could be given to any. Whoever has seeded `random` alike gets another one all the same.
+    It is below 32768, where Linux begins to assign ports to connections by itself, so that it stays
+    free until rank 0 listens. The draw does not depend on the seed of `random`: two runs that seed
+    it alike get different ports.
     """
     draw = random.SystemRandom()
     while True:
@@ -142,8 +145,8 @@ def free_port() -> int:
 def _environments(
     processes: int, variables: Sequence[Mapping[str, str]] | None = None
 ) -> Iterator[dict[str, str]]:
-    """The whole environment of each process; `variables` are torchrun's."""
-    # An agent of torchrun's that started the parent knows nothing of these processes.
+    """The whole environment of each process; `variables` are torchrun's, as `spawn.environs`."""
+    # They are not workers of the torchrun agent that may have started the parent.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     threads = {"OMP_NUM_THREADS": str(max(1, cores() // processes))}
     for own in variables or _alone(processes):
@@ -151,7 +154,7 @@ def _environments(
 
 
 def _alone(processes: int) -> list[dict[str, str]]:
-    """Torchrun's variables of so many processes that are all there are."""
+    """torchrun's variables for processes that are all ranks of a run."""
     port = free_port()
     return [
         {
@@ -177,13 +180,13 @@ if os.getppid() == int(sys.argv[1]):  # otherwise the parent was gone before the
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the children's groups: also what a child that is gone has left behind."""
+    """End the children's process groups, also those whose leader has ended already."""
     deadline = time.monotonic() + GRACE
     for number in (signal.SIGTERM, signal.SIGKILL):
         for group in _groups(children):
             with suppress(ProcessLookupError):
                 os.killpg(group, number)
-                os.killpg(group, signal.SIGCONT)  # a stopped process keeps the other for later
+                os.killpg(group, signal.SIGCONT)  # a stopped process acts on SIGTERM only then
         while time.monotonic() < deadline and _groups(children):
             time.sleep(0.01)
     for child in children:
@@ -191,19 +194,19 @@ def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _groups(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """The process groups of the children that somebody still runs in."""
+    """The children's process groups in which some process still runs."""
     running = {child.pid for child in children if child.poll() is None}
     for entry in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended meanwhile
             state, _, group, session, *_ = entry.read_text().rpartition(")")[2].split()
-            if group == session and state != "Z":  # not a later group that has the same number
+            if group == session and state != "Z":  # else another group that reuses the number
                 running.add(int(group))
     return [child.pid for child in children if child.pid in running]
 
 
 @contextmanager
 def _signals(numbers: Collection[signal.Signals]) -> Iterator[list[int]]:
-    """Note these signals, in the order they come in, instead of dying of them."""
+    """Within, collect these signals in a list, in order, instead of dying of them."""
     received: list[int] = []
     before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in numbers}
     try:

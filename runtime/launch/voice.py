@@ -1,10 +1,10 @@
 """Chooses the one rank that prints an error which several ranks have raised.
 
-    before there is a watchdog      rank 0; another rank, if rank 0 has found nothing wrong;
-                                    the first of a node that cannot find rank 0's
-    under a watchdog                the rank that its verdict names
+    before there is a watchdog      rank 0; another rank, if rank 0 has found nothing wrong; on a
+                                    node that has no address for rank 0's host, its first rank
+    under a watchdog                the rank that the watchdog's verdict names
 
-The others end without a word, with the same code.
+The other ranks print nothing and exit with the same code.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from autopipe.runtime.launch.address import resolve
 from autopipe.runtime.launch.world import World
 
 TURN = 5.0
-"""Seconds that a rank leaves rank 0 to tell the same mistake first; a launcher then ends it."""
+"""Seconds that a rank gives rank 0 to print the same error first; the launcher then ends it."""
 
 LATEST = 30.0
-"""Seconds after which rank 0 has come through its own checks, if it ever does."""
+"""Seconds after which a rank no longer expects rank 0 to pass its own checks."""
 
 
 def code(error: Exception) -> int:
-    """What a process ends with: 2 for a mistake of the user's, 1 for anything else."""
+    """The exit code for an error: 2 for an `AutopipeError`, which a user can mend; 1 for others."""
     return 2 if isinstance(error, AutopipeError) else 1
 
 
 def who() -> str:
-    """What a sentence begins with on a launcher's ranks other than the first: `rank 3: `."""
+    """The first words of a message on ranks other than the first, `rank 3: `; else ""."""
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     return "" if rank == "0" else f"rank {rank}: "
 
 
 @contextmanager
 def one_voice(world: World | None, *, debug: bool = False) -> Iterator[None]:
-    """Let through an error in the block where it is for this rank to tell.
+    """Within, an error passes if this rank is to print it, and else ends the process silently.
 
     Args:
-        world: who this rank is; None: alone.
-        debug: show where the others have met it.
+        world: this rank's place in the run; None: the process runs alone.
+        debug: print the traceback of an error also where another rank prints the error.
 
     Raises:
-        SystemExit: another rank tells it.
+        SystemExit: there was an error, and another rank prints it.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def one_voice(world: World | None, *, debug: bool = False) -> Iterator[None]:
 
 
 def _speaks(error: Exception, world: World) -> bool:
-    """Whether it is for this rank to tell an error."""
+    """Whether this rank is the one that prints an error."""
     found = watchdog.verdict(error)
     if found is not None:
         return found.rank == world.rank
@@ -72,8 +72,8 @@ def _speaks(error: Exception, world: World) -> bool:
         return True
     if not _knows(world.master_addr):
         return world.local_rank == 0
-    # Most mistakes of this early hour are found by every rank. Rank 0 tells them: it does not wait
-    # for the others then.
+    # Before the start every rank finds most mistakes. Rank 0 then prints the error and ends; if it
+    # listens for the others instead, it has found none, and this rank prints its own.
     time.sleep(TURN)
     deadline = time.monotonic() + LATEST - TURN
     while not (listens := _listens(world)) and time.monotonic() < deadline:
@@ -82,7 +82,7 @@ def _speaks(error: Exception, world: World) -> bool:
 
 
 def _knows(host: str) -> bool:
-    """Whether this host can tell the address of another one."""
+    """Whether this host can resolve another host's name."""
     try:
         resolve(host)
     except LaunchError:
@@ -91,7 +91,7 @@ def _knows(host: str) -> bool:
 
 
 def _listens(world: World) -> bool:
-    """Whether rank 0 has come through its own checks, and waits for the others."""
+    """Whether rank 0 has passed its own checks and listens for the other ranks."""
     try:
         socket.create_connection((world.master_addr, world.master_port), TURN).close()
     except OSError:

@@ -1,22 +1,22 @@
 """A rank's side of the watchdog: it reports which step it is in, and asks which rank died first.
 
-    with watchdog.at(7): ...             step 7
+    with watchdog.at(7): ...             this rank is in step 7
     executor.watch = watchdog.learn(program)
-                                         from now on `executor.watch(i)`: I am at instruction i
-    watchdog.verdict(error)              I am about to end, with this error: whose fault is it?
+                                         then `executor.watch(i)`: it is at instruction i
+    watchdog.verdict(error)              it is about to end with this error: which rank died first?
 
     rank 2 (stage 1) died at step 7, forward of micro-batch 5: killed (its process is gone)
 
-A process beside the rank does the rest (`runtime.launch.guard`). It needs nothing of the rank
-but three numbers in shared memory. Saying where one is costs a store into it.
+A process beside the rank does the rest (`runtime.launch.guard`). It reads three numbers in shared
+memory, so that to report a position costs the rank a store into memory.
 
-What a rank of a run with a watchdog may count on, whatever happens to another rank: it ends, with a
-code other than 0, within 2 s if that one was killed and within 15 s if it was stopped or its node
-cannot be reached any longer; and the first death is named once on each node. A rank that has ended
-in good order while another one needs it for a step is named too, within 15 s. Two nodes that reach
-rank 0's but not each other are not noticed: there the time limit of the transport is what is left.
+In a run with a watchdog, when one rank dies all others end with a code other than 0: within 2 s if
+the rank was killed, within 15 s if it was stopped or its node cannot be reached. Each node prints
+once which rank died first. A rank that has ended in good order while another one needs it for a
+step is named too, within 15 s. Only the transport's time limit ends a run in which two nodes reach
+rank 0's node but not each other.
 
-Needs Linux 5.4 or later (pidfd), and a process. Elsewhere a line warns, and that limit is left.
+Needs Linux 5.4 or later (pidfd). Elsewhere a warning is printed, and only that time limit is left.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from autopipe.schedules.phrases import describe
 from autopipe.util import gc_pause
 
 WAIT = 10.0
-"""Seconds that a rank waits for a verdict. More than the hub needs to reach any."""
+"""Seconds that a rank waits for a verdict: more than the hub takes to reach one."""
 
 PATIENCE = 5.0
 """Seconds for the sidecar to take a message, or to end after the goodbye of its rank."""
 
 KEY = "autopipe/watchdog"
-"""Where in the run's store the address of rank 0's sidecar is."""
+"""The key of the run's store that holds the address of rank 0's sidecar."""
 
 LOCAL = "127.0.0.1"
-"""The host to give where all ranks are on one."""
+"""The host to pass if all ranks are on one host."""
 
-_BACKLOG = 1024  # sidecars that may knock before rank 0's is there
+_BACKLOG = 1024  # sidecars that may connect before rank 0's accepts the first
 
-# Neither torch nor site-packages: all that a sidecar imports is the package and Python's own.
-# The token comes by stdin, as a command line can be read by every user of the machine.
+# A sidecar sees autopipe and Python's library, no site-packages (-I -S): so it starts fast.
+# The token comes by stdin, as every user of the machine can read a command line.
 _BOOT = """
 import json, sys
 sys.path.append(sys.argv[1])
@@ -68,7 +68,7 @@ _HOME = str(Path(__file__).parents[3])
 
 
 class Store(Protocol):
-    """What is needed of `torch.distributed.Store`."""
+    """The methods of `torch.distributed.Store` that this module calls."""
 
     def set(self, key: str, value: str) -> None:
         """Make `value` known to all ranks."""
@@ -78,19 +78,19 @@ class Store(Protocol):
 
 
 class Verdict(NamedTuple):
-    """Which rank was the first to die, and all that is known of it, as a sentence."""
+    """The rank that died first, and a sentence that says where and how it died."""
 
     rank: int
     text: str
 
 
 class Watchdog:
-    """One rank's end of the watchdog; a context that the whole run happens in.
+    """One rank's end of the watchdog; the whole run happens within it, as a context.
 
-    Without a sidecar (`Watchdog()`) it knows of nobody, and no verdict.
+    Without a sidecar (`Watchdog()`) it watches nothing and has no verdict.
 
     Args:
-        memory: the three numbers that the sidecar reads, as `guard.Guard` has them.
+        memory: the three numbers that the sidecar reads, as `guard.Guard` describes them.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class Watchdog:
         self._excepthook = sys.excepthook
 
     def join(self) -> None:
-        """Return when this rank is watched, or cannot be; the sidecar has said why."""
+        """Return when this rank is watched, or the sidecar has printed why it cannot be."""
         self._next(time.monotonic() + WAIT)
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
-        """The rank is in step `step` for the time of the block, which needs all other ranks.
+        """Within, the rank is in step `step`, which needs all other ranks; afterwards behind it.
 
-        What it is in at the end of the block remains if that is an exception.
+        After an exception the rank's instruction stays, so that an error can name it.
         """
         words = self._words
         words[0], words[1], words[2] = step + 1, 0, INSIDE
@@ -132,13 +132,13 @@ class Watchdog:
         words[1], words[2] = 0, AFTER
 
     def between(self) -> None:
-        """The rank is in the same step, in none of its programs."""
+        """Report that the rank is still in its step, but at no instruction of a program."""
         self._words[1] = 0
 
     def learn(self, program: Sequence[Instruction]) -> Callable[[int], None]:
-        """Tell of a program; returns what is to be called with the position of each instruction.
+        """Announce a program; returns a function to call with the position of each instruction.
 
-        A call of that takes 0.1 microseconds.
+        A call of the function takes 0.1 microseconds.
         """
         self._tell(learn=[(i.stage, describe(i)) for i in program])
         words, first = self._words, self._learned + 1
@@ -150,14 +150,14 @@ class Watchdog:
         return watch
 
     def verdict(self, error: BaseException) -> Verdict | None:
-        """Whose fault it is that this rank is about to end with `error`; the rank has to end.
+        """Report that this rank ends with `error`, and return which rank died first.
 
-        Waits until the rank that the verdict names has ended: what it says comes first then, and
-        its code is the one that a launcher reports. The verdict becomes a note of `error`. If it
-        names another rank, it has been printed; if it is this one, nobody else prints it.
+        Waits until the verdict's rank has ended, so that its output comes first and a launcher
+        reports its code. Adds the verdict to `error` as a note. A verdict that names another rank
+        has been printed already; only this rank prints one that names this rank.
 
         Returns:
-            None if nobody knows, or no one is to know (KeyboardInterrupt).
+            None: there is no sidecar, no verdict came, or `error` is a KeyboardInterrupt.
         """
         if self._failed is None:
             self._failed = error
@@ -170,23 +170,23 @@ class Watchdog:
         found = self._verdict
         if found is not None:
             note = found.text
-            if found.rank == self.rank:  # what was raised stands right above the note
+            if found.rank == self.rank:  # the error itself is printed right above the note
                 note = note.removesuffix(f": {sentence(error)}")
             if note not in getattr(error, "__notes__", []):
                 error.add_note(note)
         return found
 
     def close(self) -> None:
-        """Say goodbye: the end of this process is no death from here on.
+        """Say goodbye: from now on the end of this process is no death.
 
-        Rank 0 returns when all ranks have said so: the first to come is the last to leave. It keeps
-        the run's store, and its sidecar the verdict.
+        On rank 0 it returns when all ranks have said goodbye, as rank 0 holds the run's store and
+        its sidecar the hub.
         """
         control, self._control = self._control, None
         if control is None or self._sidecar is None or os.getpid() != self._process:
             return  # a child of the rank may have inherited this object
         if self._failed is not None:
-            gc_pause.skip_last_search()  # it would keep the others waiting
+            gc_pause.skip_last_search()  # a last collection would delay the other ranks' end
         else:
             self._say(control, {"bye": True})
             try:
@@ -199,7 +199,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         self._excepthook = sys.excepthook
         if self._sidecar is not None:
-            # No block of ours sees a script's last error; `__exit__` takes the hook back.
+            # An error that a user's script does not catch reaches only this hook.
             sys.excepthook = self._uncaught
             _current[:] = [self]
         return self
@@ -219,11 +219,11 @@ class Watchdog:
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        """Before Python prints what a script has not caught: add whose fault it is."""
+        """Add the verdict to an error that a script has not caught, before Python prints it."""
         if os.getpid() == self._process:
             found = self.verdict(error)
             if found is not None and found.rank != self.rank and is_echo(error):
-                traceback = None  # where it was waiting for a rank that is gone explains nothing
+                traceback = None  # where this rank waited for the dead one explains nothing
                 error = error.with_traceback(None)
         self._excepthook(kind, error, traceback)
 
@@ -236,10 +236,10 @@ class Watchdog:
         try:
             control.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            pass  # the sidecar is gone: from here on there is none
+            pass  # the sidecar is gone: from now on the rank runs without one
 
     def _ask(self) -> Verdict | None:
-        """Listen to the sidecar until it has told the verdict, and that the others may end."""
+        """The verdict; waits until its rank is this one, or the sidecar says that ranks may end."""
         found, deadline = None, time.monotonic() + WAIT
         while (message := self._next(deadline)) is not None:
             if "verdict" in message:
@@ -249,7 +249,7 @@ class Watchdog:
         return found
 
     def _next(self, deadline: float) -> Message | None:
-        """The sidecar's next message; None if it is gone, or says nothing before `deadline`."""
+        """The sidecar's next message; None: it is gone, or sends none before `deadline`."""
         while self._control is not None:
             line, newline, rest = self._coming.partition(b"\n")
             if newline:
@@ -267,12 +267,12 @@ class Watchdog:
         return None
 
 
-# The one of this process, or none; it stays for `voice`, which asks after the run has ended.
+# This process's watchdog, if it has one; it stays for `voice`, which asks after the run has ended.
 _current: list[Watchdog] = []
 
 
 def verdict(error: BaseException) -> Verdict | None:
-    """As `Watchdog.verdict`, for the watchdog of this process, if it has one."""
+    """`Watchdog.verdict` of this process's watchdog; None: the process has no watchdog."""
     return _current[-1].verdict(error) if _current else None
 
 
@@ -284,12 +284,12 @@ def watch(store: Store, *, rank: int, size: int, node: int, local_rank: int, hos
     """Start this rank's sidecar; every rank of a run calls it.
 
     Args:
-        store: the run's own.
+        store: the run's.
         rank, size, node, local_rank: as in `launch.World`.
-        host: where every rank reaches rank 0.
+        host: a host name or address at which every rank reaches rank 0.
 
     Returns:
-        A watchdog without a sidecar, where there can be none; then a line on stderr says why.
+        A watchdog; if no sidecar can be started, one without, and a line on stderr says why.
     """
     listener, address = None, None
     config: Message = {"rank": rank, "size": size, "node": node, "local_rank": local_rank}
@@ -299,7 +299,7 @@ def watch(store: Store, *, rank: int, size: int, node: int, local_rank: int, hos
             address = [host, listener.getsockname()[1], secrets.token_hex(16)]
         else:
             address = json.loads(store.get(KEY))
-        # Rank 0 has said why there is no address.
+        # If there is no address, rank 0 has printed why.
         watchdog = Watchdog(rank) if address is None else _start(config, address, listener)
     except (OSError, AttributeError) as error:  # not Linux, or a Python built for an old one
         why = error if isinstance(error, OSError) else "only Linux has the calls that it takes"
@@ -313,7 +313,7 @@ def watch(store: Store, *, rank: int, size: int, node: int, local_rank: int, hos
 
 
 def _listen(host: str) -> socket.socket:
-    """Where the other sidecars come in; within one machine no other one does."""
+    """The socket for the other ranks' sidecars; for this machine's alone if `host` is LOCAL."""
     if host == LOCAL:
         return socket.create_server((host, 0), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
@@ -336,7 +336,7 @@ def _start(config: Message, address: Sequence[object], listener: socket.socket |
         sidecar = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT, _HOME],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # whoever reads this rank's stdout does not wait for it
+            stdout=subprocess.DEVNULL,  # else a reader of the rank's stdout waits for the sidecar
             pass_fds=tuple(files.values()),
         )
         kept.pop_all()

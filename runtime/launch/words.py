@@ -9,11 +9,11 @@ _ECHO = re.compile(
     "|remote process exited|NCCL communicator was aborted|timed out after .* waiting",
     re.IGNORECASE,
 )
-"""What gloo and NCCL say when a peer is gone or takes too long."""
+"""Messages of gloo and NCCL when a peer is gone or takes too long."""
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank is gone, or late."""
+    """Whether an error only shows that another rank is gone or late."""
     known: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in known:
@@ -35,9 +35,9 @@ def place(error: BaseException, line: str) -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """`IndexError: index out of range, in the model at model.py:12`; of a message the first line.
+    """An error in one line: `IndexError: index out of range, in the model at model.py:12`.
 
-    The place stands there if it was noted (`place`).
+    It has the first line of the error's message, and the model's line if `place` has noted one.
     """
     first = next(iter(str(error).strip().splitlines()), "")
     notes: list[str] = getattr(error, "__notes__", [])

@@ -5,8 +5,8 @@
     a pod            the same, by `launch.pods` --+
     srun             SLURM_PROCID, ...          --+
 
-This module imports torch only inside `start`: the parent that `--local N` leaves waiting for its
-children has no use for it, nor for the seconds that its import takes.
+This module imports torch only inside `start`: the parent process of `--local N` waits for its
+children and need not spend the seconds that the import takes.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ from autopipe.runtime.launch.watchdog import LOCAL, Store, Watchdog, watch
 TIMEOUT = 300.0
 """Seconds that a process waits for another one, at the start or in a transfer, before it gives up.
 
-The last resort against a peer that hangs without dying: compiling a stage has to fit within it.
+It ends a wait for a peer that hangs without dying, and has to be longer than a stage's compilation.
 """
 
 
 @dataclass(frozen=True)
 class World:
-    """Which process this is, out of how many, and where the first one listens.
+    """This process's place in a run, and the host and port on which rank 0 listens.
 
-    `rank` (of `size`) counts over all nodes, `local_rank` (of `local_size`) on this one, and `node`
-    the nodes.
+    Attributes:
+        rank, size: this process's number in the run, from 0, and the number of processes.
+        local_rank, local_size: the same on this node.
+        node: this node's number, from 0.
+        master_addr, master_port: where rank 0 listens.
     """
 
     rank: int
@@ -58,16 +61,16 @@ def world_from(
 ) -> World | None:
     """Read who this process is from the variables of torchrun or, without those, of a Slurm step.
 
-    torchrun comes first because srun may have started it. Ranks are the launcher's own, as a plan
-    binds ranks to devices.
+    torchrun's variables come first because srun may have started torchrun. A rank keeps the number
+    that its launcher gave it, as a plan binds ranks to devices.
 
     Args:
         environ: usually `os.environ`.
-        nodelist: from Slurm's list of nodes (`node[1-4,7]`) to the address of the first one;
-            `first_address` unless given. Not called when MASTER_ADDR is set.
+        nodelist: returns the address of the first node of Slurm's list (`node[1-4,7]`); None:
+            `first_address`. Not called when MASTER_ADDR is set.
 
     Returns:
-        None outside both: the process was started alone.
+        None: the environment has neither, so the process runs alone.
 
     Raises:
         LaunchError: a variable is missing or not a number, or the first node has no address.
@@ -84,9 +87,9 @@ def world_from(
         local_size = tasks_per_node(_value(environ, "SLURM_STEP_TASKS_PER_NODE"))[node]
         nodes = _value(environ, "SLURM_STEP_NODELIST")
         address = environ.get("MASTER_ADDR") or (nodelist or first_address)(nodes)
-        # Below 32768, where Linux begins to hand out ports by itself, and different for the steps
-        # of a job, for jobs that share a node, and for the starts of a job that is requeued: the
-        # last one's port may still be taken.
+        # Below 32768, where Linux begins to assign ports by itself. The steps of a job, jobs that
+        # share a node, and the starts of a requeued job have different ports, as the port of the
+        # start before may still be taken.
         again = int(environ.get("SLURM_RESTART_COUNT") or 0)
         own = 10000 + (16 * job + int(step) + 4099 * again) % 20000
         port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else own
@@ -95,8 +98,8 @@ def world_from(
 
 
 _SPECIAL_STEP = 0xFFFFFFF0
-"""Step ids from here on are not srun's but the batch script's or an interactive shell's: one
-process, though SLURM_NTASKS counts what the job asked for (slurm.h, SLURM_BATCH_SCRIPT)."""
+"""The first step id that is not srun's but a batch script's or an interactive shell's. Such a step
+is one process, although SLURM_NTASKS counts the job's tasks (slurm.h, SLURM_BATCH_SCRIPT)."""
 
 
 def _value(environ: Mapping[str, str], name: str) -> str:
@@ -117,10 +120,10 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's run-length form, spelled out: "2(x2),1" -> [2, 2, 1].
+    """The number of tasks on each node, from Slurm's short form: "2(x2),1" -> [2, 2, 1].
 
     Raises:
-        LaunchError: `text` is of another form.
+        LaunchError: `text` has another form.
     """
     counts: list[int] = []
     for item in text.split(","):
@@ -132,10 +135,10 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_address(nodelist: str) -> str:
-    """Ask Slurm for an address of the first node of `nodelist`.
+    """The address of the first node of Slurm's list.
 
-    A node's name usually is its host name. Where it does not resolve (containers, several nodes on
-    one host), Slurm's configuration says where the node is: NodeAddr.
+    It is the node's name if this resolves, as it usually does. If not (containers, several nodes on
+    one host), it is the NodeAddr of Slurm's configuration.
 
     Raises:
         LaunchError: scontrol is missing or fails.
@@ -161,10 +164,11 @@ def _scontrol(*arguments: str) -> str:
 
 
 def check_world(world: World, expected: int, plan: str = "plan.json") -> None:
-    """Refuse to go on with another number of processes than the plan's.
+    """Refuse a run that has another number of processes than the plan.
 
     Args:
-        plan: its file, for the commands that the error names.
+        expected: the plan's number of processes.
+        plan: the plan's file, for the commands in the error's hint.
 
     Raises:
         LaunchError: `world.size` is not `expected`.
@@ -182,28 +186,30 @@ def check_world(world: World, expected: int, plan: str = "plan.json") -> None:
 
 @contextmanager
 def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) -> Iterator[Watchdog]:
-    """Open torch's default process group (gloo) for the time of the block, under a watchdog.
+    """Within, torch's default process group (gloo) is open and a watchdog runs.
+
+    It sets torch's threads to this process's share of the node's cores. At the end of the block
+    rank 0 waits for the other ranks, since its process holds their store.
 
     Args:
-        world: as the launcher has it.
-        rank: this process's rank in the group, where the plan gives it another one.
-
-    At its end rank 0 waits for the other ranks: their store lives in its process. Every rank has to
-    come in within `timeout` seconds. The processes of a node share out its cores.
+        world: this process's place in the run, as the launcher has it.
+        timeout: seconds in which every rank has to call it, and the limit of later waits.
+        rank: this process's rank in the group, if the plan gives it another one; None: the
+            launcher's.
 
     Raises:
-        LaunchError: rank 0's host has no address, or gloo would announce one of this host that the
-            other nodes cannot reach.
+        LaunchError: rank 0's host has no address, or gloo would announce an address of this host
+            that the other nodes cannot reach.
     """
     import torch
     import torch.distributed as dist
 
     if world.local_size < world.size:
-        resolve(world.master_addr)  # torch would look for it until the timeout
+        resolve(world.master_addr)  # torch would retry until the timeout
     device = interface(world, os.environ)
     torch.set_num_threads(max(1, cores() // world.local_size))
     limit = timedelta(seconds=timeout)
-    # As torch's own rendezvous does: torchrun says so if its agent listens there in rank 0's stead.
+    # As in torch's own rendezvous: with this variable the agent holds the store, not rank 0.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     planned = world if rank is None else replace(world, rank=rank)
     with _gloo_over(device), _group_ended():
@@ -215,8 +221,7 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
             timeout=limit,
             multi_tenant=not agent,
         )
-        # torchrun's store outlives the workers that it starts again: it still has the addresses of
-        # those that are gone.
+        # An agent's store outlives the workers, and may still have the addresses of dead ones.
         store = tcp if not agent else of_this_attempt(tcp, planned.rank, world.size, timeout)
         with _watch(planned, store) as watchdog:
             dist.init_process_group(
@@ -227,9 +232,9 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
 
 @contextmanager
 def _gloo_over(device: str | None) -> Iterator[None]:
-    """Let gloo announce a network interface; the environment is the only way to tell it.
+    """Within, gloo announces this network interface; None: one that it finds by itself.
 
-    For as long as the process group is open, as each further group asks for it again.
+    Only an environment variable tells gloo so, and it is read for each new process group.
     """
     if device is None:
         yield
@@ -243,7 +248,7 @@ def _gloo_over(device: str | None) -> Iterator[None]:
 
 @contextmanager
 def _group_ended() -> Iterator[None]:
-    """Destroy the process groups that the block has opened, however it ends."""
+    """Afterwards the process groups that the block has opened are destroyed, even on an error."""
     import torch.distributed as dist
 
     try:
@@ -272,17 +277,18 @@ def interface(
     resolve: Callable[[str], str] = resolve,
     towards: Callable[[str], str | None] = towards,
 ) -> str | None:
-    """The network interface that gloo has to be told of; None where it finds one by itself.
+    """The network interface that gloo has to announce; None: gloo finds one by itself.
 
     gloo announces the address that the host's own name resolves to. Debian maps that name to
-    127.0.1.1, which no other host can reach: the run would hang before its first step. Then it is
-    the interface from which this host talks to rank 0's.
+    127.0.1.1, which no other host can reach, and the run would hang before its first step. In that
+    case this function returns the interface from which this host talks to rank 0's host. If all
+    ranks are on one host, it returns the loopback interface.
 
     Args:
-        world: who this process is.
+        world: this process's place in the run.
         environ: usually `os.environ`; a GLOO_SOCKET_IFNAME in it is left alone.
-        resolve: from a host name to its address.
-        towards: from an address to this host's interface towards it.
+        resolve: returns the address of a host name.
+        towards: returns this host's interface towards an address, or None.
 
     Raises:
         LaunchError: a name has no address; or there are several hosts, gloo would announce a

@@ -191,7 +191,9 @@ def test_ctrl_c_of_a_run_that_saves(patient: bool, tmp_path: Path) -> None:
         parent.send_signal(signal.SIGINT)
     err = parent.communicate(timeout=20)[1]
     assert parent.returncode == 130
-    assert err == "Ctrl-C: it saves after this step and stops; once more, and it ends at once\n"
+    assert err == (
+        "Ctrl-C: the run saves after this step and stops; press it again to end at once\n"
+    )
     assert len([*tmp_path.glob("*.saved")]) == (2 if patient else 0)
     assert not any(map(alive, pids(tmp_path)))
 
