@@ -3,10 +3,10 @@
     all ranks on different GPUs      nccl, from GPU to GPU
     two ranks on one GPU             gloo, through host memory: NCCL refuses that ("Duplicate GPU")
     some ranks on the CPU            gloo
-    all of them                      direct within a host, gloo from host to host; gloo alone where
+    all ranks on the CPU             direct within a host, gloo from host to host; gloo alone where
                                      a container lets no process copy into another
 
-AUTOPIPE_TRANSPORT=gloo (or direct, or nccl) in the environment of rank 0 decides it by hand.
+AUTOPIPE_TRANSPORT=gloo (or direct, or nccl) in the environment of rank 0 overrides the choice.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ TRANSPORTS = ("gloo", "direct", "nccl")
 
 
 class Choice(NamedTuple):
-    """A transport of `TRANSPORTS`, and what there is to say about it.
+    """A transport for a run.
 
-    "direct" is one to try; with `asked`, one to insist on.
+    Attributes:
+        transport: one of `TRANSPORTS`. Where "direct" turns out to be impossible, gloo takes its
+            place, unless the user asked for it.
+        remark: a line for the user; None: there is nothing to say.
+        asked: whether the user asked for this transport.
     """
 
     transport: str
@@ -48,9 +52,9 @@ def choose(gpus: Sequence[str | None], asked: str | None, *, nccl: bool = True) 
     """The transport for ranks on these devices.
 
     Args:
-        gpus: of each rank, a name that no other GPU of the world has; None: on the CPU.
-        asked: the value of AUTOPIPE_TRANSPORT.
-        nccl: whether torch has it, everywhere.
+        gpus: for each rank a name of its GPU, unique in the world; None: the rank is on the CPU.
+        asked: the value of AUTOPIPE_TRANSPORT; None or "": it is not set.
+        nccl: whether every rank's torch is built with NCCL.
 
     Raises:
         LaunchError: `asked` is no transport, or one that a rank cannot use.
@@ -61,8 +65,8 @@ def choose(gpus: Sequence[str | None], asked: str | None, *, nccl: bool = True) 
     on_gpu = next((rank for rank, gpu in enumerate(gpus) if gpu is not None), None)
     if asked == "direct" and on_gpu is not None:
         raise LaunchError(
-            f"{VARIABLE} is 'direct', but rank {on_gpu} runs on {gpus[on_gpu]}: it copies from "
-            "host memory to host memory",
+            f"{VARIABLE} is 'direct', which copies from host memory to host memory, but rank "
+            f"{on_gpu} runs on {gpus[on_gpu]}",
             hint=f"unset {VARIABLE}",
         )
     if asked == "nccl" and None in gpus:
@@ -93,7 +97,7 @@ def choose(gpus: Sequence[str | None], asked: str | None, *, nccl: bool = True) 
 
 
 def _agree(device: torch.device) -> Choice:
-    """What all ranks choose together; rank 0 says on stderr what there is to say."""
+    """The choice of all ranks together; rank 0 prints its remark on stderr."""
     gpu, nccl = None, dist.is_nccl_available()
     if device.type == "cuda":
         gpu = f"GPU {torch.cuda.get_device_properties(device).uuid}"
@@ -107,12 +111,15 @@ def _agree(device: torch.device) -> Choice:
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend of torch.distributed that all ranks agree on for sums of gradients.
+    """The backend of torch.distributed for sums of gradients, the same on all ranks.
 
     Every rank calls it, at the same point of its program.
 
     Args:
-        device: this rank's own.
+        device: this rank's device.
+
+    Returns:
+        "nccl" or "gloo".
 
     Raises:
         LaunchError: as `choose`, on every rank.
@@ -134,14 +141,15 @@ def transport_for(
     """This rank's transport; every rank of the world calls it, at the same point of its program.
 
     Args:
-        device: this rank's own.
+        device: this rank's device.
         pipelines: for each pipeline (a data-parallel coordinate) the global rank of each stage;
             every rank of the world is in one.
-        edges: who sends to whom, in training and in evaluation together.
+        edges: which stages send to which, in training and in evaluation together.
         timeout: seconds that a transfer waits for its other side.
 
     Raises:
-        LaunchError: as `choose`, or AUTOPIPE_TRANSPORT is "direct" and ranks cannot; on every rank.
+        LaunchError: as `choose`; or AUTOPIPE_TRANSPORT is "direct", and two ranks of a host cannot
+            copy into each other's memory. Every rank raises it.
     """
     if not dist.is_initialized():
         return local_network(pipelines[0], timeout)[0]
@@ -153,7 +161,7 @@ def transport_for(
         remark = few_queues(len(groups), os.environ)
         if remark is not None:
             print(f"rank {rank}: {remark[0]}\nhint: {remark[1]}", file=sys.stderr, flush=True)
-        # A step or a few go over it: not worth a socket to every rank for each way.
+        # A few steps at most use it: a group for each way would cost too many sockets.
         assert dist.group.WORLD is not None
         shared = in_one_group(stages, dist.group.WORLD)
         loading = GlooTransport(stages, rank, shared, owned=False)

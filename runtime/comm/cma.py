@@ -1,9 +1,9 @@
 """A wire between two processes of one host: short messages, and copies between their memories.
 
-The words go through a Unix socket, the bytes of a tensor do not: `process_vm_writev` copies them
-from one address space into the other, once, without memory of its own and without a thread ("cross
-memory attach", as MPI libraries do within a node). Linux allows it to whoever may trace the other
-process: the same user, the same pid namespace, and no container that forbids the system call.
+Messages, here *words*, go through a Unix socket. `process_vm_writev` copies the bytes of a tensor
+from one address space into the other, once, without a buffer and without a thread ("cross memory
+attach", as MPI libraries do within a node). Linux allows it to a process that may trace the other
+one: both run as one user in one pid namespace, and no container forbids the system call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Word = tuple[int, int, int, int, int]
-"""Five numbers of 64 bits; what they mean is the transport's business."""
+"""A message of five 64-bit numbers: kind, ticket, place, address, size (`cma_transport`)."""
 
 _WORD = struct.Struct("<5q")
 _EARFUL = 100 * _WORD.size  # bytes to ask the socket for
@@ -34,7 +34,7 @@ _Copy = Callable[[int, Any, int, Any, int, int], int]
 
 
 def _system_calls() -> tuple[_Copy, _Copy] | None:
-    """process_vm_readv and process_vm_writev; None where there are none."""
+    """process_vm_readv and process_vm_writev; None: this system has no such calls."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -54,16 +54,15 @@ CALLS = _system_calls()
 
 
 class CmaWire:
-    """One end of a wire; nothing here waits.
+    """One end of a wire; no method waits.
 
     Args:
-        rank: of the process at the other end.
-        pid: of the same.
+        rank, pid: the rank and the process id at the other end.
         end: this end of the socket.
 
     Attributes:
-        closed: the other end is gone, and all that it has said has been heard.
-        backlog: words that the socket had no room for; `flush` says them.
+        closed: whether the other end is gone, and all its words have been read.
+        backlog: words that the socket had no room for; `flush` sends them.
     """
 
     def __init__(self, rank: int, pid: int, end: socket.socket) -> None:
@@ -79,7 +78,7 @@ class CmaWire:
         self._reads, self._writes = CALLS
 
     def tell(self, kind: int, ticket: int, place: int, address: int, size: int) -> None:
-        """Say a word, now or as soon as the other end listens; to nobody where it is gone."""
+        """Send a word, now or by a later `flush`; nothing is sent if the other end is gone."""
         if self.closed:
             return
         word = _WORD.pack(kind, ticket, place, address, size)
@@ -88,7 +87,7 @@ class CmaWire:
             self.backlog += word[said:]
 
     def flush(self) -> None:
-        """Say what is left to say, as far as there is room."""
+        """Send as much of the backlog as the socket has room for."""
         del self.backlog[: self._send(self.backlog)]
 
     def _send(self, words: bytes | bytearray) -> int:
@@ -97,10 +96,10 @@ class CmaWire:
         except BlockingIOError:
             return 0
         except (BrokenPipeError, ConnectionResetError):
-            return len(words)  # `hear` will find out, after what there is to hear
+            return len(words)  # the other end is gone; `hear` finds out after its last words
 
     def hear(self) -> Iterator[Word]:
-        """The words that have come and were not heard yet, some of them where they are many."""
+        """Read words that have come; of many words it may leave some for the next call."""
         try:
             found = self.end.recv(_EARFUL)
         except BlockingIOError:
@@ -119,7 +118,8 @@ class CmaWire:
         """Copy `size` bytes at the address `there` of the other process to `here`.
 
         Raises:
-            OSError: ESRCH, the process is gone; EFAULT, it has no such memory; EPERM, not allowed.
+            OSError: ESRCH, the other process is gone; EFAULT, it has no such memory; EPERM, the
+                system forbids the copy.
         """
         self._copy(self._reads, here, there, size)
 
@@ -138,17 +138,17 @@ class CmaWire:
             done = call(self._pid, self._pieces[0], 1, self._pieces[1], 1, 0)
             if done == size:
                 return
-            if done <= 0:  # none: there is a limit to one call (2 GiB), but it is not that
+            if done <= 0:  # a call copies 2 GiB at most, but never nothing
                 number = ctypes.get_errno() if done < 0 else errno.EFAULT
                 raise OSError(number, os.strerror(number))
             here, there, size = here + done, there + done, size - done
 
     def give_up(self) -> None:
-        """The other end is gone."""
+        """Treat the other end as gone."""
         self.closed = True
         self.backlog.clear()
 
     def close(self) -> None:
-        """Let go of the socket; the other end hears of it."""
+        """Close the socket; the other end notices."""
         self.closed = True
         self.end.close()

@@ -1,13 +1,13 @@
 """Connects the ranks of one host by wires (`comm.cma`), and tries each wire out.
 
     rank 0                              rank 1
-    listen, card  ---- all cards ----   listen, card        who is on my host, and at which socket
-    accept  <------- Unix socket -----  connect             the kernel says which process calls
+    listen, card  ---- all cards ----   listen, card        a card: a rank's host, pid and socket
+    accept  <------- Unix socket -----  connect             the kernel tells which process calls
     look, leave a mark  <------------>  look, leave a mark  can each read and write the other?
-    wires   ------ all are well ------  wires               or nobody has any
+    wires   --- all have worked -----   wires               otherwise no rank gets any wire
 
-A container, a security module or another user can forbid what wires are for; whether they do is
-not to be read off anywhere, so it is tried.
+A container, a security module or another user can forbid copies between processes. No setting tells
+whether they do, so each wire is tried.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopipe.schedules.transfers import Edge
 PATIENCE = 20.0
 """Seconds for the other end of a wire to answer while the wire is made."""
 
-_BACKLOG = 1024  # ranks that may call before the first is answered
+_BACKLOG = 1024  # ranks that may connect before the first connection is accepted
 _HELLO = struct.Struct("<2q")
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; Yama's own
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -40,7 +40,7 @@ class Links(NamedTuple):
     """How a rank reaches its peers.
 
     Attributes:
-        wires: by rank, those of its peers that are on its host.
+        wires: a wire to each peer on the rank's host, by the peer's rank.
         far: the pipelines of the world that have a channel from host to host.
     """
 
@@ -49,14 +49,16 @@ class Links(NamedTuple):
 
 
 def make_links(pipelines: Sequence[Sequence[int]], edges: Sequence[Edge]) -> Links | str:
-    """Wires between all ranks of a host that exchange tensors; or why there are none, anywhere.
+    """Connect this rank to the ranks of its host with which it exchanges tensors.
 
-    Every rank of the world calls it, with the same arguments, at the same point of its program, and
-    either all of them get links or all of them the same reason.
+    Every rank of the world calls it, with the same arguments, at the same point of its program.
 
     Args:
         pipelines: for each pipeline (a data-parallel coordinate) the global rank of each stage.
-        edges: who sends to whom.
+        edges: which stages send to which.
+
+    Returns:
+        The links, on every rank; or, on every rank the same, the reason why there are none.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     card, listener = listen()
@@ -74,7 +76,7 @@ def make_links(pipelines: Sequence[Sequence[int]], edges: Sequence[Edge]) -> Lin
     try:
         wires = make_wires(rank, cards, peers, listener)
     except OSError as error:
-        # A side that gives up makes others do the same: they are not the reason.
+        # A rank that gives up makes its peers give up: their errors are not the reason.
         echo = isinstance(error, ConnectionError | TimeoutError)
         problem = echo, f"rank {rank} cannot copy: {error}"
     problems = [problem] * size
@@ -97,10 +99,10 @@ def _share_host(cards: Sequence[Card], pair: tuple[int, int]) -> bool:
 
 
 class Host(NamedTuple):
-    """Ranks for which these are equal may have a wire.
+    """What identifies a host: two ranks may have a wire if their hosts are equal.
 
-    Two network namespaces count as two hosts, though a copy would get through: whoever has set
-    them up, as a benchmark of a slow link does, wants what is between them to be used.
+    Two network namespaces count as two hosts, although a copy would get through: a user who sets
+    them up, as a benchmark of a slow link does, wants their network to be used.
     """
 
     boot: str
@@ -109,7 +111,7 @@ class Host(NamedTuple):
 
 
 def host() -> Host | None:
-    """Where this process is; None where no wire can be."""
+    """The host of this process; None: the system allows no wires."""
     if CALLS is None:
         return None
     try:
@@ -121,28 +123,28 @@ def host() -> Host | None:
 
 
 class Card(NamedTuple):
-    """What a rank tells all others: its host, its process, and where it listens."""
+    """What a rank tells all others: its host, its process id, and the address of its socket."""
 
     host: Host | None
     pid: int
     address: bytes
 
     def shares_host(self, other: Card) -> bool:
-        """Whether there may be a wire between the two."""
+        """Whether the two ranks may have a wire between them."""
         return self.host is not None and self.host == other.host
 
 
 def listen() -> tuple[Card, socket.socket | None]:
-    """This process's card, and the socket that it names."""
+    """This process's card, and the listening socket that the card names; None: there is none."""
     found = host()
     if found is None:
         return Card(None, 0, b""), None
-    address = b"\0autopipe-" + secrets.token_hex(16).encode()  # abstract: nothing in a file system
+    address = b"\0autopipe-" + secrets.token_hex(16).encode()  # abstract: it makes no file
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(address)
         listener.listen(_BACKLOG)
-    except OSError:  # a sandbox; the other ranks wait for this one's card all the same
+    except OSError:  # a sandbox forbids it; the other ranks still wait for this rank's card
         listener.close()
         return Card(None, 0, b""), None
     return Card(found, os.getpid(), address), listener
@@ -151,16 +153,19 @@ def listen() -> tuple[Card, socket.socket | None]:
 def make_wires(
     rank: int, cards: Sequence[Card], peers: Sequence[int], listener: socket.socket | None
 ) -> dict[int, CmaWire]:
-    """A wire to each of `peers`, tried in both directions; they do the same at the same time.
+    """A wire to each of `peers`, tried in both directions; the peers call it at the same time.
 
     Args:
-        rank: this process's own.
-        cards: of all ranks.
-        peers: the ranks to have a wire to, all on this rank's host.
-        listener: as `listen` has made it; it is closed.
+        rank: this process's rank.
+        cards: the cards of all ranks.
+        peers: ranks on this rank's host.
+        listener: the socket that `listen` has made; this function closes it.
+
+    Returns:
+        The wires, by peer.
 
     Raises:
-        OSError: a peer does not answer, or may not copy; no wire is left then.
+        OSError: a peer does not answer, or a copy is forbidden; all wires are closed then.
     """
     with ExitStack() as undo:
         if listener is not None:
@@ -176,7 +181,7 @@ def make_wires(
             listener.settimeout(PATIENCE)
             end = listener.accept()[0]
             caller = callers.pop(_process_behind(end), None)
-            if caller is None:  # a stranger: abstract sockets are open to all
+            if caller is None:  # no peer: any process may connect to an abstract socket
                 end.close()
                 continue
             ends[caller] = undo.enter_context(end)
@@ -192,19 +197,19 @@ def make_wires(
 
 
 def _process_behind(end: socket.socket) -> int:
-    """The process id of whoever holds the other end, as the kernel says."""
+    """The id of the process at the other end of a socket, as the kernel tells it."""
     found = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid: int = struct.unpack("3i", found)[0]
     return pid
 
 
 def _try(wires: Sequence[CmaWire]) -> None:
-    """Read a number out of each peer's memory and leave one's own there, as each peer does here.
+    """Read a number from each peer's memory and write one there, as each peer does in this process.
 
     Raises:
-        OSError: that does not work with one of them.
+        OSError: the copy to or from some peer fails.
     """
-    # Where Yama lets only parents trace, a process can say who else may: any, there being several.
+    # Where Yama lets only parents trace a process, the process may allow all others, as here.
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     number = secrets.randbits(62)
     theirs = [(ctypes.c_int64 * 2)() for _ in wires]  # a peer's number: read there, left here

@@ -1,9 +1,9 @@
 """Transfers between processes of one host: each tensor copied once, from memory to memory.
 
-The side that is free copies:
+The side that has time copies:
 
-    rank 0    ....computes.... send ====== ...            the receiver is busy, its buffer there:
-                                  offer ^  v done         the sender writes into it
+    rank 0    ....computes.... send ====== ...            the receiver computes, its buffer is
+                                  offer ^  v done         offered: the sender writes into it
     rank 1    post ---------------------'......... wait
 
     rank 0    send ------. ....computes........           the receiver waits: it reads, and
@@ -11,19 +11,19 @@ The side that is free copies:
     rank 1    post  wait ================
 
     rank 0    send -.  ....computes............           the receive comes late: it reads, and
-                    | offer             ^ done            the sender need not come back for it
+                    | offer             ^ done            the sender has nothing more to do
     rank 1    ......v.. post ===========  wait
 
-There is no thread: a rank answers the others whenever it calls `post` or `send`, and all of them
-while it waits. What a rank says on a wire is one of three words:
+There is no thread: in `post` and `send` a rank reads the peer's words, and while it waits those of
+all its peers. A word on a wire is one of three:
 
-    offer    of a side that cannot copy now: its (channel, slot), its address, its bytes
-    want     of a post: its rank does nothing but wait for it
-    done     from whoever has copied, of what the other one had offered
+    offer    from a side that cannot copy now: its (channel, slot), its address, its bytes
+    want     from a receiver: it waits for this tensor and computes nothing meanwhile
+    done     from the side that has copied, to the side that made the offer
 
-If the offers of both sides cross, the receiver copies. One after the other, the n-th post of a
-(channel, slot) meets the n-th send, as words on a wire keep their order. Two sizes that differ are
-told to both sides instead of a copy.
+If the offers of both sides cross, the receiver copies. The n-th post of a (channel, slot) meets the
+n-th send, as words on a wire keep their order. If the two sizes differ, nothing is copied and both
+sides raise.
 
 A channel that leaves the host goes over gloo.
 """
@@ -51,7 +51,7 @@ from autopipe.schedules.instructions import Channel, Flow
 _OFFER, _WANT, _DONE = range(3)
 
 _SLOTS = 32
-"""Bits of a slot in the number of its place; the channel's number is above them."""
+"""Bits of the slot in a place's number; the bits above are the channel's number."""
 
 _abandoned: list[Tensor] = []
 """Buffers offered but not met when their transport closed: the peer may still write to them."""
@@ -62,9 +62,9 @@ class DirectTransport:
 
     Args:
         stages: the global rank of each stage of this pipeline.
-        rank: this process's own.
-        wires: as `cma_links.make_links` has made them; the transport owns them from here on.
-        far: for channels to ranks without a wire; the transport owns it.
+        rank: this process's global rank.
+        wires: as `cma_links.make_links` has made them; `close` closes them.
+        far: for channels to ranks without a wire; `close` closes it too.
         timeout: seconds that a transfer waits for its other side.
     """
 
@@ -106,10 +106,10 @@ class DirectTransport:
         )
 
     def close(self) -> None:
-        """As `Transport.close`, and of transfers between ranks too.
+        """As `Transport.close`; it also checks the transfers between ranks.
 
         Raises:
-            RuntimeError: a send or a receive has not met its other side; all is closed then too.
+            RuntimeError: a send or a receive has not met its other side; `far` is closed even so.
         """
         try:
             self._own.close()
@@ -133,16 +133,16 @@ class DirectTransport:
 
 
 class _Route(NamedTuple):
-    """Where the transfers of a channel go; slot s of it is the place `place + s`."""
+    """Where the transfers of a channel go; its slot s is the place `place + s` of the line."""
 
     line: _Line | None
     place: int
-    elsewhere: Mailbox | GlooTransport  # without a line
+    elsewhere: Mailbox | GlooTransport  # used if there is no line
 
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """A side that could not copy at once: the handle of it."""
+    """The handle of a send or a receive that could not copy at once."""
 
     exchange: _Exchange
     line: _Line
@@ -151,9 +151,9 @@ class _Transfer:
     does: str
     data: Tensor  # kept alive: the other process copies from or to it
     place: int
-    there: int = -1  # bytes of the other side, as soon as it is known
+    there: int = -1  # bytes of the other side, once they are known
     done: bool = False
-    ticket: int = -1  # as long as it is only offered
+    ticket: int = -1  # the number of its offer; -1 before it is offered
 
     def wait(self) -> None:
         if not self.done or self.exchange.full():
@@ -170,7 +170,7 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Offer:
-    """A side of the other rank that has not been met."""
+    """A send or a receive that the other rank has offered, not met yet by this rank's side."""
 
     ticket: int
     address: int
@@ -179,34 +179,34 @@ class _Offer:
 
 
 class _Line:
-    """What two ranks have offered each other, seen from one of them."""
+    """The open offers between this rank and one peer."""
 
     def __init__(self, wire: CmaWire) -> None:
         self.wire = wire
         self.heard: defaultdict[int, deque[_Offer]] = defaultdict(deque)
-        """By place, offers of the other rank not met yet."""
+        """By place, the peer's offers that this rank has not met yet."""
         self.offered: defaultdict[int, deque[_Transfer]] = defaultdict(deque)
-        """By place, own sides whose other one has not been heard of."""
+        """By place, this rank's offers that the peer has not met yet."""
         self.open: dict[int, _Transfer] = {}
-        """By ticket, own sides that are not done."""
+        """By ticket, this rank's transfers that are not done."""
         self._tickets = count()
 
     def offer(self, transfer: _Transfer) -> None:
-        """Tell the other side that this one is here."""
+        """Offer a transfer to the peer."""
         transfer.ticket = ticket = next(self._tickets)
         self.open[ticket] = transfer
         data = transfer.data
         self.wire.tell(_OFFER, ticket, transfer.place, data.data_ptr(), data.nbytes)
 
     def want(self, transfer: _Transfer) -> None:
-        """Tell the other side that this rank has time to copy."""
+        """Tell the peer that this rank waits for an offered transfer."""
         self.wire.tell(_WANT, transfer.ticket, transfer.place, 0, 0)
 
     def copy(self, does: str, data: Tensor, offer: _Offer) -> bool:
-        """Meet what the other side has offered; whether that is over (it is not, if it is gone).
+        """Meet an offer of the peer; returns whether the transfer is done: not if the peer is gone.
 
         Raises:
-            RuntimeError: the system refuses what it allowed when the wire was made.
+            RuntimeError: the system refuses a copy that it allowed when the wire was made.
         """
         size = data.nbytes
         if self.wire.closed:
@@ -222,14 +222,14 @@ class _Line:
                     self.wire.give_up()
                     return False
                 raise RuntimeError(
-                    f"a copy of {size} bytes between this process and rank {self.wire.rank}: "
+                    f"cannot copy {size} bytes between this process and rank {self.wire.rank}: "
                     f"{error.strerror}"
                 ) from error
         self.wire.tell(_DONE, offer.ticket, 0, 0, size)
         return True
 
     def take(self, word: Word) -> None:
-        """Act on a word of the other side."""
+        """Act on a word of the peer."""
         kind, ticket, place, address, size = word
         if kind == _DONE:
             transfer = self.open.pop(ticket)
@@ -239,7 +239,7 @@ class _Line:
             transfer.there, transfer.done = size, True
         elif kind == _WANT:
             for offer in self.heard[place]:
-                if offer.ticket == ticket:  # else it has been met by now
+                if offer.ticket == ticket:  # not found: it has been met by now
                     offer.wanted = True
         elif not self.offered[place]:
             self.heard[place].append(_Offer(ticket, address, size))
@@ -253,9 +253,9 @@ class _Line:
 
 
 class _Exchange:
-    """All lines of a rank: a wait for one of them serves them all.
+    """All lines of a rank: while the rank waits on one, it serves them all.
 
-    Two ranks that wait for each other, and a third one for both, get along like this.
+    So ranks that wait for each other, or in a circle, still answer each other's offers.
     """
 
     def __init__(self, wires: Mapping[int, CmaWire], timeout: float) -> None:
@@ -270,7 +270,7 @@ class _Exchange:
     def meet(
         self, line: _Line, place: int, channel: Channel, slot: int, does: str, data: Tensor
     ) -> Handle:
-        """Copy, if the other side has been heard of; else offer this one."""
+        """Copy if the peer has offered its side; else offer this side to the peer."""
         self._serve(0)
         heard = line.heard[place]
         if not heard:
@@ -281,7 +281,7 @@ class _Exchange:
         offer = heard.popleft()
         if offer.wanted and offer.size == data.nbytes:
             transfer = _Transfer(self, line, channel, slot, does, data, place)
-            line.offer(transfer)  # it crosses with the one heard
+            line.offer(transfer)  # it crosses with the peer's offer
             return transfer
         done = line.copy(does, data, offer)
         if done and offer.size == data.nbytes and not self.full():
@@ -296,10 +296,10 @@ class _Exchange:
         return False
 
     def wait(self, transfer: _Transfer) -> None:
-        """Return when `transfer` is done, and all words are said.
+        """Return when `transfer` is done and no words are left to send.
 
-        A word kept back may be what another rank waits for, and nobody knows when this rank calls
-        again.
+        Another rank may wait for such a word, and it is unknown when this rank next calls the
+        transport.
 
         Raises:
             RuntimeError: the other side is gone, or did not come in time.
@@ -320,7 +320,7 @@ class _Exchange:
             self._serve(left)
 
     def _serve(self, seconds: float) -> None:
-        """Act on what the others say, and wait so long for the first word."""
+        """Act on the peers' words; wait up to `seconds` for the first one."""
         full = [wire for wire in self._wires if wire.backlog]
         for wire in full:
             self._poll.modify(wire.end, select.POLLIN | select.POLLOUT)

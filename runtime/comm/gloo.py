@@ -42,9 +42,9 @@ Groups = dict[Way, dist.ProcessGroup]
 
 
 def ways(stages: Sequence[int]) -> list[Way]:
-    """The ways that tensors can take between stages, in an order of their own.
+    """The ways that tensors can take between stages, in the same order on every rank.
 
-    Stage i on rank i: F up and B down. Interleaved stages and V shapes: all four.
+    If stage i is on rank i: F up and B down. Interleaved stages and V shapes have all four.
 
     Args:
         stages: the rank of each stage.
@@ -72,7 +72,7 @@ def make_groups(pipelines: Sequence[Sequence[int]], timeout: float = TIMEOUT) ->
 
 
 def in_one_group(stages: Sequence[int], group: dist.ProcessGroup) -> Groups:
-    """One group, of all ranks, for every way: slower, and no more sockets than it has."""
+    """Use one group of all ranks for every way: slower, but without further sockets."""
     return dict.fromkeys(ways(stages), group)
 
 
@@ -81,9 +81,9 @@ class GlooTransport:
 
     Args:
         stages: the global rank of each stage of this pipeline.
-        rank: this process's own.
+        rank: this process's global rank.
         groups: as `make_groups` or `in_one_group` makes them.
-        owned: whether they are the transport's own from here on, to be closed with it.
+        owned: whether `close` closes the groups.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class GlooTransport:
         return _GlooHandle(work, data, None)
 
     def close(self) -> None:
-        """As `Transport.close`; the groups of all ways are closed, if they are its own."""
+        """As `Transport.close`; also closes the groups of all ways if the transport owns them."""
         self._own.close()
         while self._owned and self._groups:
             dist.destroy_process_group(self._groups.popitem()[1])
@@ -151,7 +151,7 @@ class _Route(NamedTuple):
 class _GlooHandle:
     work: dist.Work | None
     data: Tensor  # kept alive for gloo, which writes from another thread
-    landing: Tensor | None  # where on the GPU to copy what has arrived in `data`
+    landing: Tensor | None  # the buffer on the GPU into which `wait` copies the arrived `data`
 
     def wait(self) -> None:
         if self.work is None:

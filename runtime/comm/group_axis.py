@@ -2,8 +2,8 @@
 
     mesh pp=2 dp=1 tp=2      stage 0: ranks 0 1      stage 1: ranks 2 3       a group for each stage
 
-Parts may be of unequal size where a long dim does not divide; what a backend wants equal is filled
-up with zeros.
+Parts may be of unequal size where a long dim does not divide; for collectives that need equal parts
+shorter ones are filled up with zeros.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ class GroupAxis:
         self.rank = dist.get_rank(group)
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        """In `x` itself."""
+        """As `Axis.all_reduce`, in place."""
         dist.all_reduce(x, _OPS[op], group=self.group)
         return x
 
     def begin_all_reduce(self, x: Tensor) -> Callable[[], None]:
-        """In `x` itself, beside what is computed meanwhile."""
+        """As `Axis.begin_all_reduce`; it runs while the caller computes."""
         work = dist.all_reduce(x, group=self.group, async_op=True)
         assert work is not None
         return lambda: work.wait() and None
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The flat tensors of all ranks."""
+        """As `Axis.all_gather`."""
         most = max(sizes)
         found = x.new_empty(most * self.size)
         all_gather_single(found, _filled(x, most), group=self.group)
         return [part[:size] for part, size in zip(torch.split(found, most), sizes, strict=True)]
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over the ranks of the part for this one."""
+        """As `Axis.reduce_scatter`."""
         most = max(part.numel() for part in parts)
         whole = torch.cat([_filled(part, most) for part in parts])
         own = whole.new_empty(most)
@@ -54,7 +54,7 @@ class GroupAxis:
         return own[: parts[self.rank].numel()]
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """What each rank has for this one."""
+        """As `Axis.all_to_all`."""
         found = parts[0].new_empty(sum(sizes))
         given = [part.numel() for part in parts]
         dist.all_to_all_single(found, torch.cat(list(parts)), list(sizes), given, self.group)

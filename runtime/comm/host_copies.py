@@ -1,13 +1,13 @@
 """Copies of a rank's tensors in the host's memory: away after use, back ahead of the next one.
 
-    send      device ──> host      begins; what was sent before has left when it returns
-    begin     device <── host      begins
+    send      device ──> host      a copy begins; the parcel sent before has left the device
+    begin     device <── host      a copy begins
     fetched                        the tensors, in new memory of the device
 
-What is copied are storages, whole; tensors that share one share its copy. What is in the host's
-memory already (the seeds that a GPU's attention keeps) stays as it is. On a GPU copies run in a
-stream of their own, beside what computes, and to host memory that is page-locked; on a CPU, where
-the device's memory is the host's, they are made at once, and memory is counted as on a GPU.
+Whole storages are copied, and tensors that share a storage share its copy. Tensors in the host's
+memory (the seeds that a GPU's attention keeps) stay there. On a GPU the copies run beside the
+computation, in a stream of their own, to page-locked host memory. On a CPU, whose memory is the
+host's, they run at once, and bytes are counted as on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 class _Placed(NamedTuple):
-    """How a tensor lies in the storage of this number."""
+    """A tensor's layout in a storage; `storage` is the storage's position in `Sent.copies`."""
 
     storage: int
     dtype: torch.dtype
@@ -33,10 +33,15 @@ class _Placed(NamedTuple):
 
 @dataclass(eq=False)
 class Sent:
-    """Tensors that were sent to the host: their looks, and the copies of their storages.
+    """Tensors that were sent to the host: a parcel.
 
-    A tensor in place of its look was there already. `away` are the storages until they have left,
-    `back` their new memory from `begin` on.
+    Attributes:
+        looks: each tensor's layout, or the tensor itself if it was in the host's memory before.
+        copies: the copies of the tensors' storages in the host's memory, as bytes.
+        bytes: the bytes of these storages.
+        away: the device's storages until their copy has ended.
+        back: from `begin` on the new storages on the device.
+        done: what the lane's `wait` takes for the parcel's last copy.
     """
 
     looks: tuple[_Placed | Tensor, ...]
@@ -48,16 +53,16 @@ class Sent:
 
 
 class _Lane(Protocol):
-    """What copies bytes."""
+    """Copies bytes between the device and the host."""
 
     def room(self, bytes: int) -> Tensor:
         """New memory of the host."""
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> object:
-        """Begin to copy, after what has been computed so far; returns what `wait` takes."""
+        """Begin copies that run after all computation so far; returns a handle for `wait`."""
 
     def wait(self, done: object) -> None:
-        """What is computed from now on comes after the copy."""
+        """Let all later computation run after the copies."""
 
 
 class _AtOnce:
@@ -72,11 +77,11 @@ class _AtOnce:
         return None
 
     def wait(self, done: object) -> None:
-        """It is over already."""
+        """Nothing: `copy` has returned after the copies."""
 
 
 class _Beside:
-    """Copies of a GPU, in a stream beside that which computes."""
+    """Copies of a GPU, in a stream beside the computation's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -86,7 +91,7 @@ class _Beside:
         return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> object:
-        # The copy begins when its source has been computed and its new memory is free.
+        # The copy begins when its source has been computed and its target's memory is free.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for target, source in zip(targets, sources, strict=True):
@@ -96,7 +101,7 @@ class _Beside:
         return done
 
     def wait(self, done: object) -> None:
-        # Memory may be freed after it: later work in that memory runs after the copy.
+        # From now on the source may be freed: later work in its memory runs after the copy.
         assert isinstance(done, torch.cuda.Event)
         torch.cuda.current_stream(self._device).wait_event(done)
 
@@ -105,8 +110,8 @@ class HostCopies:
     """Moves tensors of one device to the host and back; an `Offloader` of `joint.offload`.
 
     Attributes:
-        hold: told of bytes of the device that what is sent or fetched takes, more of them or
-            (negative) fewer.
+        hold: called with the bytes of the device that parcels begin to hold, or (negative) with
+            those that they no longer hold.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,9 +122,9 @@ class HostCopies:
         self._leaving: Sent | None = None
 
     def send(self, tensors: Sequence[Tensor]) -> Sent:
-        """Begin to copy tensors to the host, and keep nothing of the device but while they leave.
+        """Begin to copy tensors to the host; their storages are held until the copy has ended.
 
-        What was sent before has left, for what is computed from now on.
+        The parcel sent before is settled (`settle`).
         """
         storages = {_place(t): t.untyped_storage() for t in tensors if t.device == self._device}
         numbers = {key: number for number, key in enumerate(storages)}
@@ -147,7 +152,7 @@ class HostCopies:
         return sent
 
     def settle(self) -> None:
-        """What was sent has left, for what is computed from now on."""
+        """Release the last parcel's storages; later computation runs after the parcel's copy."""
         if (sent := self._leaving) is not None:
             self._lane.wait(sent.done)
             sent.away.clear()
@@ -155,7 +160,7 @@ class HostCopies:
             self._leaving = None
 
     def begin(self, sent: Sent) -> None:
-        """Begin to copy tensors back, into new memory of the device."""
+        """Begin to copy a parcel back, into new memory of the device."""
         self.hold(sent.bytes)
         sent.back = [
             torch.empty(len(copy), dtype=torch.uint8, device=self._device) for copy in sent.copies
@@ -163,7 +168,7 @@ class HostCopies:
         sent.done = self._lane.copy(sent.back, sent.copies)
 
     def fetched(self, sent: Sent) -> tuple[Tensor, ...]:
-        """The tensors, in the layouts that they had."""
+        """The parcel's tensors on the device, in their old layouts, after `begin`."""
         self._lane.wait(sent.done)
         storages = [bytes.untyped_storage() for bytes in sent.back]
         sent.back = []
@@ -180,7 +185,7 @@ class HostCopies:
         )
 
     def let_go(self, sent: Sent) -> None:
-        """Nobody reads the tensors any longer; the host's memory is for others."""
+        """Free a parcel that has been fetched and read; later parcels use its host memory."""
         self.hold(-sent.bytes)
         for copy in sent.copies:
             self._free[len(copy)].append(copy)
@@ -192,5 +197,5 @@ class HostCopies:
 
 
 def _place(tensor: Tensor) -> int:
-    """Where a tensor's storage begins; two that are alive begin at two places."""
+    """The address of a tensor's storage, which is unique among storages that are alive."""
     return tensor.untyped_storage().data_ptr()

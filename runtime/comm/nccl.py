@@ -1,4 +1,4 @@
-"""Transfers between GPUs over NCCL: one two-rank communicator per lane, which is a one-way street.
+"""Transfers between GPUs over NCCL: one two-rank communicator per lane, for one direction.
 
     ranks      0           1            stages 0 and 3 on rank 0, 1 and 2 on rank 1 (a V)
     lane       0 -- 0F1 --> 1           a lane is a channel: source stage, target stage, flow
@@ -7,33 +7,33 @@
     lane       0 <- 1B0 --- 1
 
 Why so many: NCCL runs the operations of a communicator in turn, and a receive that is posted ahead
-holds up those behind it until its tensor comes. With both directions on one communicator that is a
-deadlock in every schedule, with activations and gradients on one it is in V shapes, with all stages
-that two ranks hold on one it is in interleaved ones (`test_deadlock.py` has the table). A lane
-for each channel is what `schedules.deadlock` takes for granted.
+holds up the operations behind it until its tensor comes. One communicator for both directions is a
+deadlock in every schedule; one for activations and gradients, in V shapes; one for all stages that
+two ranks hold, in interleaved schedules (`test_deadlock.py` has the table). `schedules.deadlock`
+proves programs for a lane for each channel.
 
     compute   ====made====|                               |====used====
                      send | event        event | wait     | (the stream waits, not the host)
     lane                  '---- bytes move ----'----------'
 
 Streams and events are torch's: an operation of a process group starts on the group's own stream
-after what the current stream has been given so far (for `post`: the last use of the buffer; for
-`send`: the computation of the tensor), and `wait` makes the current stream wait for its end. So the
-memory of a tensor that has been waited for can be used again by whatever the current stream does
-next, and the host never stops.
+after the current stream's work so far (for `post`: the last use of the buffer; for `send`: the
+computation of the tensor), and `wait` makes the current stream wait for its end. So the current
+stream's next work may reuse the memory of a tensor that has been waited for, and the host never
+stops.
 
-Nothing of the first run of a program goes over a lane. A GPU loads a kernel when it is first used,
-and may stand still for that (CUDA Programming Guide, "Lazy Loading", "Potential Hazards"); a kernel
-of NCCL's that receives runs until its tensor has come, which may be made only after what follows
-the kernel to be loaded: a run that posts ahead hung in its first step on an H200. `loading`, gloo
-through host memory, keeps no GPU waiting.
+The first run of a program uses no lane. A GPU loads a kernel at its first use, and may first wait
+for all running kernels (CUDA Programming Guide, "Lazy Loading", "Potential Hazards"). NCCL's kernel
+of a receive runs until its tensor has come, and the sender may make that tensor only after it has
+got one from the GPU that waits: a run that posts ahead hung in its first step on an H200. That run
+goes over `loading`, gloo through host memory, which keeps no GPU waiting.
 
 A lane has no tags: tensors are matched by order alone, in slot order within a micro-batch. All
-communicators are made and warmed at the start, by all ranks in one global order: one that is made
-lazily waits for its peer in the middle of a step, which is a deadlock of its own. Sums of gradients
+ranks make and warm their communicators at the start, in one global order: a communicator that is
+made lazily waits for its peer in the middle of a step, which can be a deadlock. Sums of gradients
 go through other groups.
 
-What runs here on CPUs, in tests, is the order of lanes, their matching and the calls, over gloo.
+Tests on CPUs run the order of lanes, their matching and the calls, over gloo.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ from autopipe.schedules.instructions import Channel, Flow
 from autopipe.schedules.transfers import Edge
 
 MAX_CTAS = 2
-"""Thread blocks of one lane. A receive that is posted ahead keeps so many multiprocessors busy from
-the end of the transfer before it until its own tensor has come; NCCL's own choice, up to 32, would
-take them from the computation. Not measured; NCCL_MAX_CTAS in the environment comes before it."""
+"""Thread blocks of one lane. A receive that is posted ahead occupies this many multiprocessors from
+the end of the transfer before it until its own tensor has come; NCCL's default, up to 32, would
+take them from the computation. Not measured; NCCL_MAX_CTAS in the environment overrides it."""
 
 
 class Lane(NamedTuple):
-    """One communicator: from which rank to which, and the channel it carries."""
+    """One communicator: its source rank, its target rank, and the channel that it carries."""
 
     source: int
     target: int
@@ -78,13 +78,13 @@ class Lane(NamedTuple):
 def lanes(stages: Sequence[int], edges: Iterable[Edge]) -> tuple[Lane, ...]:
     """The lanes of one pipeline in the order in which all ranks make them.
 
-    A pure function of what all ranks know. Each makes those it is an end of and passes over the
-    others, so of any two lanes both are made in the same order by whoever has both; whichever
-    comes first in the whole order has both its ends there, and nobody waits for ever.
+    Each rank makes the lanes of which it is an end, in this order, and skips the others. So two
+    ranks make the lanes that they share in the same order, and of the lanes not yet made the first
+    one always has both its ends ready: no rank waits for ever.
 
     Args:
         stages: the rank of each stage.
-        edges: who sends to whom, in any order.
+        edges: which stages send to which, in any order.
     """
     used = set()
     for source, target, gradient in edges:
@@ -103,13 +103,13 @@ def make_lanes(
     backend: str = "nccl",
     timeout: float = TIMEOUT,
 ) -> dict[Lane, dist.ProcessGroup]:
-    """Make and warm the lanes of all pipelines; every rank of the world calls it at one point.
+    """Make and warm the lanes of all pipelines; all ranks call it at the same point.
 
     Args:
         pipelines: for each pipeline (a data-parallel coordinate) the global rank of each stage.
-        edges: of training and evaluation together.
-        device: this rank's own.
-        backend: of the groups.
+        edges: those of training and evaluation together.
+        device: this rank's device.
+        backend: the backend of the lanes' process groups.
         timeout: seconds that a transfer waits for its other side.
 
     Returns:
@@ -132,18 +132,18 @@ def _group(
     if backend != "nccl":
         made: dist.ProcessGroup = dist.new_group(ends, limit, backend)
         return made
-    # Of high priority: between two blocks of a computation, not after all of them.
+    # High priority: a transfer starts between two thread blocks of a kernel, not after them all.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = MAX_CTAS
     with warnings.catch_warnings():
-        # torch says that the options' own limit, which has no public name, gives way to this one.
+        # torch warns that `timeout` overrides the options' limit, which has no public name.
         warnings.filterwarnings("ignore", "backend_options._timeout was specified")
         made = dist.new_group(ends, limit, backend, pg_options=options, device_id=device)
     return made
 
 
 def _warm(lane: Lane, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
-    """The first transfer makes the communicator; returns when it has come through."""
+    """Transfer a number, which makes the communicator; returns when the number has arrived."""
     sends = rank == lane.source
     data = torch.full((1,), int(sends), dtype=torch.uint8, device=device)
     transfer = group.send if sends else group.recv
@@ -158,17 +158,17 @@ def _other(rank: int, lane: Lane) -> int:
 
 
 def few_queues(lanes: int, environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """What to say when the GPU has fewer hardware queues than this rank has streams.
+    """A warning that the GPU has fewer hardware queues than this rank has streams.
 
     Streams that share a queue wait for each other: a receive posted ahead would stop the
     computation that its sender waits for.
 
     Args:
-        lanes: how many this rank is an end of; the computation and collectives come on top.
+        lanes: the number of this rank's lanes; the computation and collectives need more queues.
         environ: usually `os.environ`.
 
     Returns:
-        The sentence and the hint; None where there are enough.
+        The sentence and the hint; None: there are enough queues.
     """
     needed = lanes + 2
     queues = int(environ.get("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES))
@@ -183,7 +183,7 @@ def few_queues(lanes: int, environ: Mapping[str, str]) -> tuple[str, str] | None
 
 
 _QUEUES, _MOST_QUEUES = 8, 32
-"""CUDA's default and its limit (CUDA C++ Programming Guide, environment variables)."""
+"""CUDA's default number of hardware queues, and the largest (CUDA C++ Programming Guide)."""
 
 
 class NcclTransport:
@@ -191,12 +191,10 @@ class NcclTransport:
 
     Args:
         stages: the global rank of each stage of this pipeline.
-        rank: this process's own.
-        groups: as `make_lanes` makes them; the transport owns them from here on.
-        loading: of the same ranks; the transport owns it too.
-
-    Attributes:
-        loading: carries tensors in place of this one while the GPU may be loading kernels.
+        rank: this process's global rank.
+        groups: as `make_lanes` makes them; `close` closes them.
+        loading: a transport for the same stages; the caller uses it in place of this one while the
+            GPU may be loading kernels. `close` closes it too.
     """
 
     def __init__(
@@ -212,7 +210,7 @@ class NcclTransport:
         self._own = Mailbox()
 
     def post(self, buffer: Tensor, channel: Channel, slot: int) -> Handle:
-        """As `Transport.post`; it is written after what the current stream has to do by now."""
+        """As `Transport.post`; the buffer is written after the current stream's work so far."""
         end = self._end(channel)
         if end is not None:
             end.follow(channel, slot)
@@ -224,7 +222,7 @@ class NcclTransport:
         return _LaneHandle(end.group.recv([data], end.peer, 0), data)
 
     def send(self, tensor: Tensor, channel: Channel, slot: int) -> Handle:
-        """As `Transport.send`; it is read after what the current stream has to do by now."""
+        """As `Transport.send`; the tensor is read after the current stream's work so far."""
         end = self._end(channel)
         if end is not None:
             end.follow(channel, slot)
@@ -236,7 +234,7 @@ class NcclTransport:
         return _LaneHandle(end.group.send([data], end.peer, 0), data)
 
     def close(self) -> None:
-        """As `Transport.close`; the groups of all lanes are closed."""
+        """As `Transport.close`; also closes the groups of all lanes, and `loading`."""
         self._own.close()
         self.loading.close()
         while self._ends:
@@ -250,14 +248,14 @@ class NcclTransport:
 
 @dataclass
 class _End:
-    """One end of a lane, and the tensor it came to last."""
+    """One end of a lane, and the last tensor that passed it."""
 
     group: dist.ProcessGroup
     peer: int
     last: tuple[Channel, int] | None = None
 
     def follow(self, channel: Channel, slot: int) -> None:
-        """Check the one order in which both ends take the tensors of a micro-batch."""
+        """Check that tensors come in slot order, which both ends of a lane rely on."""
         assert slot == 0 or self.last == (channel, slot - 1), (
             f"{channel}: slot {slot} comes after {self.last}, and a lane has no tags"
         )
@@ -267,7 +265,7 @@ class _End:
 @dataclass(slots=True)
 class _LaneHandle:
     work: dist.Work | None
-    data: Tensor  # its memory is another's only after the current stream has waited
+    data: Tensor  # held until the current stream waits, so that its memory is not reused before
 
     def wait(self) -> None:
         if self.work is not None:

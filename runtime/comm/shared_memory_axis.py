@@ -3,13 +3,13 @@
     turn 1   rank 0  | writes slot 0 | says 1 | waits for all to say 1 | sums slots 0 and 1 |
              rank 1  | writes slot 1 | says 1 |           ...          | sums slots 0 and 1 |
 
-Each slot is there twice, for even and odd turns. Who says k has done with turn k - 1, so once all
-say k nobody reads what stands there since turn k - 1: one wait a turn is enough. All ranks add in
-the same order, and have the same bits.
+Each rank has two slots, for even and odd turns. A rank that says k has finished turn k - 1. Once
+all ranks have said k, no rank reads the slots of turn k - 1 any more, so one wait a turn is enough.
+All ranks add in the same order, and get the same bits.
 
 Gloo sends through sockets and threads of its own, which for the 256 KiB of a small layer takes 0.8
-to 1.3 ms between two processes; this takes 0.1 (2 cores, torch 2.13, 2026-11). On the CPU alone,
-and on x86, whose stores are seen in their order.
+to 1.3 ms between two processes; this takes 0.1 ms (2 cores, torch 2.13, 2026-11). It works on CPUs
+alone, and on x86, where other cores see a core's stores in order.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from autopipe.runtime.comm.group_axis import GroupAxis
 from autopipe.runtime.launch.world import TIMEOUT
 
 SLOT = 2**20
-"""Bytes of a rank's slot; what is longer goes in several turns."""
+"""Bytes of a rank's slot; a longer tensor takes several turns."""
 
 _LINE = 64  # bytes between two counters: a cache line for each
 
 _SPINS = 300
-"""Looks at a counter before a rank sleeps between them: as long as a turn takes where all are about
-to come, and not so long as to keep a core from one that has it to share."""
+"""How often a rank looks at a counter before it sleeps between two looks. That is as long as a turn
+takes if all ranks are about to come, and too short to keep a shared core from another rank."""
 
 _NAP = 1e-4
 
@@ -47,8 +47,8 @@ class SharedAxis(GroupAxis):
     """A `collectives.Axis` in shared memory.
 
     Args:
-        group: all ranks, which are on one host.
-        memory: what `open_together` has opened.
+        group: the ranks of the axis, all on one host.
+        memory: the memory that `open_together` has opened.
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: mmap.mmap) -> None:
@@ -70,7 +70,7 @@ class SharedAxis(GroupAxis):
         self._turn = 0
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        """In `x` itself, which is contiguous."""
+        """As `Axis.all_reduce`, in place; `x` is contiguous."""
         join = torch.add if op == "sum" else torch.maximum
         for piece in torch.split(x.view(-1), SLOT // x.element_size()):
             first, second, *others = (slot[: piece.numel()] for slot in self._meet(piece))
@@ -80,12 +80,12 @@ class SharedAxis(GroupAxis):
         return x
 
     def begin_all_reduce(self, x: Tensor) -> Callable[[], None]:
-        """At once: there is nobody else to do it meanwhile."""
+        """As `Axis.begin_all_reduce`, but it has ended when this returns: there is no thread."""
         self.all_reduce(x, "sum")
         return lambda: None
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The flat tensors of all ranks."""
+        """As `Axis.all_gather`."""
         found = [x.new_empty(size) for size in sizes]
         most = SLOT // x.element_size()
         for begin in range(0, max(sizes), most):
@@ -96,17 +96,19 @@ class SharedAxis(GroupAxis):
         return found
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over the ranks of the part for this one."""
+        """As `Axis.reduce_scatter`."""
         whole = self.all_reduce(torch.cat(list(parts)), "sum")
         begin = sum(part.numel() for part in parts[: self.rank])
         return whole[begin : begin + parts[self.rank].numel()].clone()
 
     def _meet(self, mine: Tensor) -> list[Tensor]:
-        """The slots of all ranks, in each what it has brought; good until the turn after next.
+        """Put this rank's bytes into its slot; returns the slots of all ranks, by rank.
+
+        The slots keep their contents until the turn after next.
 
         Raises:
-            TimeoutError: a rank does not come; nobody else watches where the process group is the
-                user's.
+            TimeoutError: a rank does not come within `TIMEOUT` seconds. Without a watchdog, as in a
+                process group of the user's, nothing else ends the wait.
         """
         self._turn += 1
         slots, step = self._slots[self._turn % 2], _LINE // self._said.itemsize
@@ -131,12 +133,16 @@ class SharedAxis(GroupAxis):
 
 
 def open_together(group: dist.ProcessGroup, wanted: bool = True) -> mmap.mmap | None:
-    """Memory that all ranks of a group have, or None on all: they may not see each other.
+    """Memory that all ranks of a group share.
 
     Every rank of the group calls it, at the same point of its program.
 
     Args:
-        wanted: whether to have it at all; the first rank's word is all ranks'.
+        group: the ranks; of the ranks' arguments `wanted` only the first rank's counts.
+        wanted: whether to open any memory.
+
+    Returns:
+        None, on all ranks: it is not wanted, or some rank cannot open it (in another container).
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     size = ranks * (_LINE + 2 * SLOT)
@@ -159,7 +165,7 @@ def open_together(group: dist.ProcessGroup, wanted: bool = True) -> mmap.mmap | 
                 file = os.open(path, os.O_RDWR)
                 opened.callback(os.close, file)
                 memory = mmap.mmap(file, size)
-                if memory[-16:] != mark:  # in another container this id is another process
+                if memory[-16:] != mark:  # another container, where the pid is another process's
                     memory = None
         found = [False] * ranks
         dist.all_gather_object(found, memory is not None, group=group)
@@ -167,10 +173,12 @@ def open_together(group: dist.ProcessGroup, wanted: bool = True) -> mmap.mmap | 
 
 
 def tensor_parallel_axis(plan: Plan, place: Place, backend: str, *, shared: bool) -> GroupAxis:
-    """This rank's axis. Every rank of the run calls it, at the same point of its program.
+    """This rank's tensor-parallel axis; every rank of the run calls it, at the same point.
 
     Args:
-        shared: use shared memory where all ranks of the axis are on one host.
+        place: this rank's place in the plan's mesh.
+        backend: torch.distributed's backend for the axis's process group.
+        shared: whether to use shared memory if all ranks of the axis are on one host.
     """
     mesh, own = plan.mesh, None
     for pp in range(mesh.pp):

@@ -2,7 +2,7 @@
 
     local_network([0, 1, 1, 0])  ->  transports of ranks 0 and 1; rank 0 holds stages 0 and 3
 
-A wait that nobody ends is a `TimeoutError` here, not a hang; a rank that fails wakes up the others.
+A deadlock raises `TimeoutError` instead of a hang. A rank that fails makes the others raise too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def local_network(stages: Sequence[int], timeout: float = 30.0) -> list[LocalTra
 
     Args:
         stages: the rank of each stage; ranks count from 0.
-        timeout: seconds until a wait is an error, so that a deadlock is one and not a hang.
+        timeout: seconds after which a wait raises TimeoutError.
 
     Returns:
         One transport per rank, in their order.
@@ -56,11 +56,11 @@ class LocalTransport:
         return self._network.meet(Side(channel, slot, "send", outgoing(tensor)))
 
     def abort(self, error: BaseException) -> None:
-        """Tell all ranks that this one has failed: whoever waits, or comes to, raises from it."""
+        """Report that this rank has failed: other ranks' waits, also later ones, raise from it."""
         self._network.abort(self._rank, error)
 
     def close(self) -> None:
-        """Check that nothing is left of this rank's transfers.
+        """Check that all of this rank's transfers are complete.
 
         Raises:
             RuntimeError: a send or a receive has not met its other side.
@@ -117,7 +117,7 @@ class _Network:
 
 @dataclass(slots=True)
 class _Waiting:
-    """The handle of a side whose other one is for another thread to bring."""
+    """The handle of a side whose other side another thread has to bring."""
 
     side: Side
     network: _Network

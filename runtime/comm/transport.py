@@ -11,7 +11,7 @@ its receive is posted. Hence receives are posted ahead:
 
 A channel (source stage, target stage, flow) carries one or more tensors a micro-batch, told apart
 by their slot: 0, 1, ... Matching is by (channel, slot), in the order of posting on one side and of
-sending on the other. Which rank holds which stage is the transport's business:
+sending on the other. A transport knows which rank holds which stage:
 
     both stages on one rank    `Mailbox`, in every transport
     ranks of one process       autopipe.runtime.comm.threads, for tests
@@ -19,11 +19,11 @@ sending on the other. Which rank holds which stage is the transport's business:
     processes, CPU tensors     autopipe.runtime.comm.gloo
     processes, a GPU each      autopipe.runtime.comm.nccl
 
-What travels is the bytes of a tensor in the order of its storage, so every dtype goes and a
+A transport carries the bytes of a tensor in the order of its storage, so every dtype works and a
 transposed tensor is not copied. The contract: a buffer has the shape, dtype and strides of
-`torch.empty_like(tensor)`. Those are the tensor's own where it is dense (each element of its part
-of the storage is one of its own, in whatever order); others are cloned first. A tensor without
-elements is no message at all. Neither side may touch its tensor until `wait` has returned.
+`torch.empty_like(tensor)`. A dense tensor has these strides itself (its elements fill their part of
+the storage, in any order); another tensor is cloned first. A tensor without elements sends no
+message. Neither side may touch its tensor until `wait` has returned.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Handle(Protocol):
     """One side of a transfer under way."""
 
     def wait(self) -> None:
-        """Return when this side is complete; again at once when called again.
+        """Return when this side is complete; later calls return at once.
 
         Raises:
             RuntimeError: the peer is gone, or took too long.
-            TimeoutError: the same within a process: the other side never came.
-            ScheduleError: the other side is this rank's own, and comes only after this call.
+            TimeoutError: between threads of one process, the other side never came.
+            ScheduleError: this rank itself would have to bring the other side, after this call.
         """
 
 
 class Transport(Protocol):
-    """What a rank of a pipeline needs of the world; nothing here blocks but `Handle.wait`."""
+    """Sends and receives of one rank of a pipeline; only `Handle.wait` blocks."""
 
     def post(self, buffer: Tensor, channel: Channel, slot: int) -> Handle:
         """Make `buffer` ready for the next tensor that comes on (channel, slot)."""
@@ -62,7 +62,7 @@ class Transport(Protocol):
         """Offer `tensor` to the channel's target stage on (channel, slot)."""
 
     def close(self) -> None:
-        """Give back what the transport holds; every handle has been waited for.
+        """Close the transport's connections; call it after the wait for every handle.
 
         Raises:
             RuntimeError: a transfer within this rank has not met its other side.
@@ -93,28 +93,28 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def outgoing(tensor: Tensor) -> Tensor:
-    """What of `tensor` travels: its elements as they lie, contiguous and outside autograd."""
-    # x.conj() and its .imag share the storage of x: they are other numbers in the same bytes.
+    """The tensor to send for `tensor`: its elements in storage order, contiguous, no autograd."""
+    # x.conj() has the bytes of x and a flag, which would not be sent.
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
     return _row(tensor if is_dense(tensor) else torch.empty_like(tensor).copy_(tensor))
 
 
 def incoming(buffer: Tensor) -> Tensor:
-    """Where what travels arrives: the elements of `buffer` as they lie, contiguous."""
+    """The contiguous view of `buffer`, in storage order, that a receive fills."""
     assert is_dense(buffer), f"a buffer with gaps: shape {buffer.shape}, strides {buffer.stride()}"
     return _row(buffer)
 
 
 def _row(tensor: Tensor) -> Tensor:
-    """A dense tensor in the order of its storage: itself where that is the order it has."""
+    """A dense tensor without autograd: itself if it is contiguous, else one flat row of it."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def as_bytes(row: Tensor) -> Tensor:
-    """A contiguous tensor as one row of bytes."""
+    """A contiguous tensor's memory as a uint8 tensor of one dim."""
     return row.view(-1).view(torch.uint8)
 
 
@@ -123,7 +123,7 @@ OTHER = {"send": "receive", "receive": "send"}
 
 @dataclass(eq=False, slots=True)
 class Side:
-    """A send or a receive, from when it is called until it has met its other side."""
+    """A send or a receive that may not have met its other side yet."""
 
     channel: Channel
     slot: int
@@ -137,7 +137,7 @@ class Side:
         return f"{self.does} of {way}"
 
     def wait(self) -> None:
-        """As `Handle.wait`, for a transfer within one rank: done, or never."""
+        """As `Handle.wait`, for a transfer within one rank: it is done, or it never will be."""
         if not self.done:
             raise ScheduleError(
                 f"{self}: waited for before its {OTHER[self.does]} was issued, which the same "
@@ -148,7 +148,7 @@ class Side:
 
 @dataclass
 class Mailbox:
-    """Sides that have not met their other one; for stages on one rank it is the whole channel."""
+    """Sends and receives that wait for their other side; it is a whole channel within one rank."""
 
     alone: dict[tuple[Channel, int, str], deque[Side]] = field(
         default_factory=lambda: defaultdict(deque)
@@ -166,7 +166,7 @@ class Mailbox:
         """Copy, if the other side is here already; else keep `side` until it comes.
 
         Raises:
-            RuntimeError: the two sides are of different sizes.
+            RuntimeError: the two sides have different numbers of bytes.
         """
         others = self.alone[side.channel, side.slot, OTHER[side.does]]
         if not others:
@@ -184,7 +184,7 @@ class Mailbox:
         return side
 
     def left(self) -> list[Side]:
-        """The sides that have not met their other one."""
+        """The sends and receives that have not met their other side."""
         return [side for sides in self.alone.values() for side in sides]
 
     def close(self) -> None:
