@@ -1,7 +1,7 @@
 """A rank's tensors and its run's state  ->  a folder on disk  ->  the same, under any other plan.
 
-In: what a rank holds of the model and of the optimizer, and how that lies in the whole tensors.
-Out: `step-00000020/`, with a file of tensors and a manifest from each rank, and what is read back.
+In: a rank's tensors of the model and of the optimizer, and their places in the whole tensors.
+Out: `step-00000020/`, with a file of tensors and a manifest from each rank; the tensors read back.
 
 Never found here: gradients, activations, how a step runs; pickle, or anything else that executes.
 

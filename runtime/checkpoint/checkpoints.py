@@ -2,12 +2,13 @@
 
     step 20 ends      begin        a thread writes this rank's file ...
     step 21           forward, backward                ... from the tensors themselves
-                      settle       the optimizer is about to change them: wait
+                      settle       the optimizer is about to change the tensors: wait for the thread
                       optimizer.step
-                      agree        all ranks have written: rank 0 renames; or one has not: removed
+                      agree        if all ranks have written, rank 0 renames the folder; else it
+                                   removes it
 
-Between two steps of the optimizer nothing changes what is written, so nothing is copied, but for
-buffers and for what lies on a GPU. `agree` is one small sum over ranks a step.
+Between two steps of the optimizer no parameter changes, so the thread reads parameters where they
+lie. Buffers and tensors on a GPU are copied first. `agree` is one small all-reduce a step.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ Made = TypeVar("Made")
 _DAMAGE = (DamagedError, OSError)
 
 KEEP = 3
-"""How many checkpoints stay, unless asked otherwise."""
+"""How many checkpoints a run keeps by default."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was loaded: how many steps it is of, and the run's values in it."""
+    """A checkpoint that was loaded: its folder, its number of steps, and the run's values in it."""
 
     folder: Path
     step: int
@@ -58,13 +59,14 @@ class _Writing:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder; every rank has one, and calls it alike.
+    """The checkpoints of one run, in one folder; all ranks make the same calls in the same order.
 
     Args:
-        folder: of all of them; made if it is not there.
-        world: all ranks of the run; None: this one is alone.
-        keep: how many of them stay.
-        say: takes a line of talk, on rank 0.
+        folder: the folder of the run's checkpoints, which the first one makes; for `load` it may be
+            a checkpoint itself.
+        world: the group of all ranks of the run; None: this rank is alone.
+        keep: how many checkpoints to keep; older ones are removed.
+        say: called on rank 0 with a line for the user.
     """
 
     def __init__(
@@ -86,15 +88,15 @@ class Checkpoints:
         self._failed: str | None = None
 
     def load(self, content: Content) -> Loaded | None:
-        """Load the newest checkpoint that is whole, or the one that the folder is.
+        """Load the newest checkpoint that is whole; the folder itself, if it is a checkpoint.
 
-        One that is damaged is passed over, and the line says so; it is kept under another name.
+        Damaged checkpoints are passed over with a line to the user, and renamed.
 
         Returns:
-            None: the folder has none.
+            The checkpoint; None: the folder has none.
 
         Raises:
-            CheckpointError: it is of another model or optimizer, or none of them is whole.
+            CheckpointError: the checkpoint is of another model or optimizer, or none is whole.
         """
         paths = self._from_first(self._offered)
         told = []
@@ -131,10 +133,10 @@ class Checkpoints:
         return None
 
     def begin(self, content: Content, step: int, run_values: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint; the one before has been agreed on.
+        """Begin to write a checkpoint, after `agree` on the one before.
 
         Raises:
-            CheckpointError: a state cannot be kept.
+            CheckpointError: a checkpoint cannot hold some state of the optimizer or the schedule.
         """
         assert self._writing is None
         ranks = len(self._plan.mesh.places)
@@ -146,21 +148,21 @@ class Checkpoints:
         writing.thread.start()
 
     def settle(self) -> None:
-        """Return when this rank has written: from here on its tensors may change."""
+        """Return when this rank has written its file: from now on its tensors may change."""
         if self._writing is not None and self._writing.thread is not None:
             self._writing.thread.join()
 
     def agree(self, asked: bool = False) -> bool:
-        """Let all ranks know of each other; every rank calls it, after `settle`, once a step.
+        """Finish a checkpoint that all ranks have written.
 
-        A checkpoint that all of them have written becomes one here. One that could not be written
-        is removed, a line says so, and the run goes on.
+        All ranks call it once a step, after `settle`. If a rank could not write its part, the
+        checkpoint is removed, a line tells the user, and the run goes on.
 
         Args:
-            asked: whether this rank was asked to save.
+            asked: whether this rank was asked to save (`launch.asked`).
 
         Returns:
-            Whether any rank was.
+            Whether any rank was asked to save.
         """
         writing, self._writing = self._writing, None
         failed = writing is not None and writing.error is not None
@@ -182,10 +184,10 @@ class Checkpoints:
         return any_asked
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written; every rank calls it.
+        """Finish the checkpoint that is being written; every rank calls it.
 
         Raises:
-            CheckpointError: the last one could not be written.
+            CheckpointError: the run's last checkpoint could not be written.
         """
         self.settle()
         if self._writing is not None:
@@ -194,7 +196,7 @@ class Checkpoints:
             raise CheckpointError(self._failed, hint="is there room, and may you write there?")
 
     def _write(self, writing: _Writing, made: RankFile) -> None:
-        """This rank's part of a checkpoint, in a thread of its own."""
+        """Write this rank's part of a checkpoint; runs in a thread of its own."""
         try:
             writing.partial.mkdir(parents=True, exist_ok=True)
             if self._place.rank == 0:
@@ -204,7 +206,7 @@ class Checkpoints:
             writing.error = _told(error, self._folder)
 
     def _commit(self, writing: _Writing) -> str | None:
-        """What is wrong with a checkpoint that all ranks have written; rank 0 calls it."""
+        """On rank 0, finish a checkpoint that all ranks have written; returns what went wrong."""
         newest = folders.found(self._folder)
         if newest and newest[0][0] > writing.step:
             return f"{newest[0][1]} is of a later step, so of another run: take another folder"
@@ -216,7 +218,7 @@ class Checkpoints:
         return None
 
     def _offered(self) -> list[Path]:
-        """What there is to load, the best first, after an earlier run's remains are put right."""
+        """The checkpoints that may be loaded, newest first, once partial ones are dealt with."""
         if not folders.is_one(self._folder):
             recover(self._folder, self._keep)
         return folders.candidates(self._folder)
@@ -225,7 +227,7 @@ class Checkpoints:
         return from_first(make, self._place.rank, self._world)
 
     def _everyone(self, mine: Made) -> list[Made]:
-        """What each rank gives, on every rank."""
+        """The values of all ranks, by rank; every rank gets them."""
         if self._world is None:
             return [mine]
         found: list[Any] = [None] * len(self._plan.mesh.places)
@@ -233,7 +235,7 @@ class Checkpoints:
         return found
 
     def _any(self, *mine: bool) -> tuple[bool, ...]:
-        """Of each word, whether it is true on any rank."""
+        """For each flag, whether it is true on any rank."""
         if self._world is None:
             return mine
         found = torch.tensor(mine, dtype=torch.uint8)
@@ -243,7 +245,7 @@ class Checkpoints:
 
 
 def recover(folder: Path, keep: int) -> None:
-    """Finish or remove what earlier runs have left behind; one rank calls it, before any saves."""
+    """Finish or remove the partial folders of earlier runs; one rank calls it, before any saves."""
     for partial in folders.partials(folder):
         whole = partial.with_name(partial.name.partition(".")[0])
         if not whole.exists() and _is_complete(partial):
@@ -262,7 +264,11 @@ def _is_complete(partial: Path) -> bool:
 
 
 def from_first(make: Callable[[], Made], rank: int, world: dist.ProcessGroup | None) -> Made:
-    """What rank 0 makes, on every rank; all of them call it, `rank` being their own."""
+    """Send a value that rank 0 makes to all ranks; all call it, each with its own rank.
+
+    Args:
+        make: returns the value; called on rank 0 alone.
+    """
     if world is None:
         return make()
     made: list[Any] = [make() if rank == 0 else None]
@@ -272,7 +278,7 @@ def from_first(make: Callable[[], Made], rank: int, world: dist.ProcessGroup | N
 
 
 def _told(error: Exception, folder: Path | None = None) -> str:
-    """An error as the first part of a sentence; `folder` is where, if the system names no file."""
+    """An error as the first part of a sentence; it names `folder` if the system names no file."""
     if isinstance(error, OSError):
         where = error.filename or folder
         return f"{where}: {error.strerror}" if where else f"{error.strerror}"

@@ -1,4 +1,4 @@
-"""Whether two checkpoints, of whatever plans, are the same to the bit."""
+"""Compares two checkpoints, which may be of different plans, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from autopipe.util.progress import phase
 
 
 def differences(one: Stored, other: Stored) -> Iterator[str]:
-    """A sentence for each tensor, of model or optimizer, that the two have not alike.
+    """A sentence for each tensor of the model or the optimizer that differs, or that one lacks.
 
-    Values of its own in another replica than the first are compared where both have that replica.
+    Values of a tensor in a replica other than the first are compared if both checkpoints have that
+    replica.
     """
     ours, theirs = ({tensor.key: tensor for tensor in tensors(each)} for each in (one, other))
     for mine, others in ((ours, theirs), (theirs, ours)):
@@ -54,5 +55,5 @@ def _difference(
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """What is no number equals itself so, and -0 is not 0."""
+    """A tensor's bits, as integers: with them nan equals itself, and -0 differs from 0."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What a checkpoint has of a rank: tensors, optimizer, schedule, and values of the run."""
+"""A rank's part of a checkpoint: its tensors, optimizer, schedule, and values of the run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from autopipe.runtime.checkpoint.write import RankFile, Written
 
 @dataclass(frozen=True)
 class Content:
-    """What a rank saves, and what it loads into.
+    """The objects of a rank that a checkpoint saves and loads.
 
     Attributes:
-        own: its tensors of the model.
-        names: those of all that a checkpoint has of the model, on whichever rank.
-        named: what its optimizer changes, by name.
-        optimizer, scheduler: None: neither saved nor loaded.
+        own: the rank's tensors of the model, by name.
+        names: the names of all tensors of the model that a checkpoint has, on any rank.
+        named: the parameters that the rank's optimizer changes, by name.
+        optimizer, scheduler: the rank's; None: its state is neither saved nor loaded.
     """
 
     own: Mapping[str, OwnTensor]
@@ -40,15 +40,18 @@ class Content:
 def rank_file(
     content: Content, step: int, rank: int, ranks: int, values: Mapping[str, Any]
 ) -> RankFile:
-    """What a rank writes; tensors that the next step's forward may change, and a GPU's, are copied.
+    """Collect what a rank writes of a checkpoint.
 
-    The others are read where they lie, until the optimizer changes them.
+    Tensors on a GPU, and tensors that the next step's forward may change, are copied. The others
+    are read where they lie, before the optimizer changes them.
 
     Args:
-        values: of the run, as JSON data.
+        step: the number of steps that the run has made.
+        rank, ranks: this rank, and the number of ranks.
+        values: values of the run, as JSON data.
 
     Raises:
-        CheckpointError: a state cannot be kept; the sentence names it.
+        CheckpointError: a checkpoint cannot hold some state; the sentence names it.
     """
     tensors = [
         Written(
@@ -76,10 +79,10 @@ def rank_file(
 
 
 def restore(content: Content, stored: Stored) -> None:
-    """Load a checkpoint into what a rank holds.
+    """Load a checkpoint into a rank's tensors, optimizer and schedule.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedError: the checkpoint's files have changed since they were written.
         CheckpointError: it is of another model, optimizer or schedule.
     """
     there = {name for name, state in stored.chunks if not state}
@@ -89,7 +92,7 @@ def restore(content: Content, stored: Stored) -> None:
             hint="give this run a folder of its own",
         )
     for own in content.own.values():
-        # A plan of other replicas begins with the first one's, as one of a single replica does.
+        # A replica that the checkpoint does not have takes the first replica's values.
         stored.fill(own, own.replica if (own.name, own.replica) in stored.chunks else "")
     if content.optimizer is not None:
         content.optimizer.state.clear()
@@ -101,17 +104,21 @@ def restore(content: Content, stored: Stored) -> None:
 
 
 def values(stored: Stored, shard: int, shards: int) -> Mapping[str, Any]:
-    """The values that a rank with this shard of the batches has saved; rank 0's if none had."""
+    """The values saved by a rank that had this shard of the batches; if none had, rank 0's.
+
+    Args:
+        shard, shards: the number of the shard, and how many there are: the replica and dp.
+    """
     with fence(f"{stored.folder}: the state of the run"):
         every: list[Mapping[str, Any]] = [one.training["values"] for one in stored.manifests]
         return next((found for found in every if found["shard"] == [shard, shards]), every[0])
 
 
 def _still(own: OwnTensor) -> Tensor:
-    """A tensor that does not change before the next step of the optimizer."""
+    """A rank's tensor on the CPU, copied if it may change before the optimizer's next step."""
     there = _on_cpu(own.tensor)
     return there.clone() if own.moves and there is own.tensor else there
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.cpu()  # itself, where it is there already
+    return tensor.cpu()  # the tensor itself, if it is on the CPU

@@ -28,18 +28,18 @@ from autopipe.util import atomic_file, dtypes
 from autopipe.util.progress import Done, phase
 
 MOST = 5 * 10**9
-"""Bytes of a file in a folder, as transformers writes them."""
+"""Bytes of a weight file in a folder at most, the default of transformers."""
 
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
-"""What stands beside the weights of a folder of transformers."""
+"""Files beside the weights in a folder of transformers, which are copied."""
 
 INDEX = "model.safetensors.index.json"
 
 _DTYPE = ("dtype", "torch_dtype")
-"""Keys of a config.json, of transformers 5 and of those before."""
+"""The key of the dtype in a config.json, in transformers 5 and in earlier versions."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-"""Files that transformers takes weights from, whichever it finds first."""
+"""Files from which transformers takes weights; it takes the first that it finds."""
 
 
 def to_file(stored: Stored, path: Path, dtype: torch.dtype | None = None) -> None:
@@ -85,8 +85,8 @@ def to_folder(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(
-            f"{folder} is to be a folder, and cannot be made: {error.strerror}",
-            hint="another name behind -o",
+            f"the folder {folder} cannot be made: {error.strerror}",
+            hint="give another name behind -o",
         ) from error
     parts = _parts(model_of(stored), dtype, most)
     paths, weights = [folder / name for name in _names(len(parts))], dict[str, str]()
@@ -110,10 +110,10 @@ def to_folder(
 
 
 def _say_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Let a config.json name the dtype of the weights: transformers casts them to the one in it.
+    """Write the dtype of the weights into a config.json: transformers casts weights to that dtype.
 
     Raises:
-        CheckpointError: it is no JSON object.
+        CheckpointError: the file is no JSON object.
     """
     try:
         config = json.loads(path.read_text())
@@ -133,28 +133,29 @@ def _names(parts: int) -> list[str]:
 
 
 def _make_room(folder: Path, names: Collection[str]) -> None:
-    """Refuse other weights than those that are written anew, and forget the index of these.
+    """Refuse a folder with weights in files that are not overwritten; remove the old index.
 
-    An index comes last: without it transformers loads no half of one model and half of another.
+    The new index is written last: without one transformers does not load half of the old weights
+    and half of the new ones.
     """
     for other in sorted(path.name for kind in _WEIGHTS for path in folder.glob(kind)):
         if other not in names:
             raise CheckpointError(
-                f"{folder} has other weights, {other}: transformers might load those",
+                f"{folder} has other weights, {other}: transformers might load them instead",
                 hint="name a folder without weights behind -o",
             )
     (folder / INDEX).unlink(missing_ok=True)
 
 
 def strangers(stored: Stored, config: Path) -> list[str]:
-    """The model's tensors that the weights in `config` do not name; none if it has no weights.
+    """The names of the model's tensors that the weights in `config` lack; [] if it has no weights.
 
-    transformers leaves such tensors out, and initialises what it misses. A first part of a name may
-    be missing in one of both: files of a model without its head lack it.
+    transformers ignores such tensors, and initialises the tensors that it misses. A name may lack
+    its first part on one side: files of a model without its head have shorter names.
     """
     known: set[str] = set()
     for path in config.glob("*.safetensors"):
-        # A clone without Git LFS has pointers in the place of weights: nothing is known then.
+        # In a clone without Git LFS the files are pointers, which name no tensors.
         with suppress(SafetensorError), safe_open(str(path), framework="pt") as file:
             known |= {*file.keys()}
     inner = {_inner(name) for name in known}
@@ -198,7 +199,7 @@ def _bytes(tensor: WholeTensor, dtype: torch.dtype | None) -> int:
 
 
 def written_dtype(tensor: WholeTensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor where that of floating-point ones is to be this; None: its own."""
+    """The dtype in which a tensor is written: `dtype` if given and it is a float, else its own."""
     return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
 
 

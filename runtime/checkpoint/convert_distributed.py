@@ -4,8 +4,8 @@
            __0_0.distcp ...    a chunk each: some rows of a tensor
 
 `torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=folder)` reads it, under any
-layout, FSDP2's or tensor parallelism's. No more than one chunk is in memory; each has a file of its
-own, since torch's writer keeps what it has put into one file until that is whole.
+layout, FSDP2's or tensor parallelism's. At most one chunk is in memory. Each chunk has its own file
+since torch's writer holds all chunks of a file in memory until the file is complete.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from autopipe.util import atomic_file
 from autopipe.util.progress import Done, phase
 
 CHUNK = 64 << 20
-"""Bytes of a chunk, about."""
+"""The approximate number of bytes of a chunk."""
 
 
 def to_distributed(
@@ -62,8 +62,8 @@ def to_distributed(
     """
     if folder.is_dir() and any(folder.iterdir()):
         raise CheckpointError(
-            f"{folder} has {min(path.name for path in folder.iterdir())} in it, and is to be a "
-            "folder of torch.distributed.checkpoint alone",
+            f"{folder} is not empty, it has {min(path.name for path in folder.iterdir())}: a "
+            "checkpoint of torch.distributed.checkpoint needs a folder of its own",
             hint="name a new folder behind -o",
         )
     model = {name: tensor for tensor in model_of(stored) for name in (tensor.name, *tensor.aliases)}
@@ -83,7 +83,7 @@ def to_distributed(
 def _items(
     name: str, tensor: WholeTensor, dtype: torch.dtype | None, most: int
 ) -> Iterator[WriteItem]:
-    """A chunk for each so many rows of a tensor; one without dims is one chunk."""
+    """The chunks of a tensor, of at most `most` bytes or one row each; without dims it is one."""
     properties = TensorProperties(written_dtype(tensor, dtype))
     size = torch.Size(tensor.shape)
     rows = size[0] if size else 1
@@ -111,14 +111,14 @@ class _Chunks(SavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """All that is written is known already."""
+        """Nothing: the constructor has all that is written."""
 
     def create_local_plan(self) -> SavePlan:
-        """All of it: there are no other processes."""
+        """The plan of all chunks: there are no other processes."""
         return SavePlan([*self._items])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """What the folder's metadata is to say."""
+        """The plans unchanged, and the folder's metadata."""
         held: dict[str, TensorStorageMetadata] = {}
         for item in self._items:
             data = _data(item)
@@ -128,7 +128,7 @@ class _Chunks(SavePlanner):
         return all_plans, Metadata({**held})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """It is final."""
+        """The plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:

@@ -1,14 +1,14 @@
-"""The folder of a run's checkpoints: their names, and how one becomes whole, or goes.
+"""The folder of a run's checkpoints: names, and how a checkpoint is completed and removed.
 
     step-00000010/                  whole: all ranks' files, on the disk
     step-00000020/                  whole, the newest
     step-00000030.4be1c9a2.partial/ being written, or left behind by a run that was killed
-    step-00000040.damaged/          was passed over
+    step-00000040.damaged/          found damaged by a run that wanted to load it
 
-A partial folder is renamed when the manifests of all ranks are in it: that is the one moment at
-which a checkpoint begins to be one. What a killed run has left behind is renamed by the next run if
-all of it is there, and removed otherwise. The eight digits are the run's own: a process of an
-earlier one that is still alive writes into another folder.
+A partial folder is renamed when the manifests of all ranks are in it; the rename makes it a
+checkpoint. If a killed run has left a partial folder, the next run renames it if it is complete and
+else removes it. The eight digits are drawn by each run, so that a surviving process of an earlier
+run writes into another folder.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ def step_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a checkpoint is of by its name; None: somebody has given it another one."""
+    """The step in a checkpoint's name; None: the name is another, as after a user's rename."""
     match = _WHOLE.fullmatch(folder.resolve().name)
     return int(match[1]) if match else None
 
 
 def partial_name(step: int, run: str) -> str:
-    """The name that it has while it is written by the run with these digits."""
+    """A checkpoint's name while the run with the eight digits `run` writes it."""
     return f"{step_name(step)}.{run}.partial"
 
 
 def tensors_name(rank: int) -> str:
-    """The file of a rank's tensors."""
+    """The name of a rank's file of tensors."""
     return f"rank-{rank}.safetensors"
 
 
 def manifest_name(rank: int) -> str:
-    """The file that tells what a rank has written."""
+    """The name of a rank's manifest."""
     return f"rank-{rank}.json"
 
 
 def found(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoints of a run, whole ones only, newest first, each with its step."""
+    """The whole checkpoints of a run, newest first, each with its step."""
     return sorted(((step, path) for step, path in _named(folder, _WHOLE)), reverse=True)
 
 
 def is_one(folder: Path) -> bool:
-    """Whether this is a checkpoint itself, and no folder of them."""
+    """Whether a folder is a checkpoint, and not a folder of checkpoints."""
     return (folder / manifest_name(0)).is_file()
 
 
@@ -69,16 +69,16 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def commit(partial: Path, keep: int) -> Path:
-    """Make a checkpoint of a partial folder that all ranks have written, and let go of old ones.
+    """Rename a partial folder that all ranks have written, and remove old checkpoints.
 
-    One rank calls it. If it is killed, `checkpoints.recover` does what is left.
+    One rank calls it. If that rank is killed, `checkpoints.recover` finishes in the next run.
 
     Returns:
         Where the checkpoint is now.
     """
     folder, whole = partial.parent, partial.parent / partial.name.partition(".")[0]
     sync(partial)
-    if whole.exists():  # a run that resumed from an earlier one has come by again
+    if whole.exists():  # this run has resumed from an earlier step and reached this one again
         remove(whole)
     os.rename(partial, whole)
     sync(folder)
@@ -87,7 +87,7 @@ def commit(partial: Path, keep: int) -> Path:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Give a damaged checkpoint a name that is none: `step-00000030.damaged`."""
+    """Rename a damaged checkpoint to `step-00000030.damaged`, which is never loaded."""
     aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
     with suppress(OSError):
         if aside.exists():
@@ -97,13 +97,13 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def rotate(folder: Path, keep: int) -> None:
-    """Let go of all but the newest checkpoints."""
+    """Remove all checkpoints but the `keep` newest."""
     for _, path in found(folder)[keep:]:
         remove(path)
 
 
 def sync(folder: Path) -> None:
-    """Bring the names in a folder onto the disk."""
+    """Flush the names in a folder to the disk."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)
@@ -112,7 +112,7 @@ def sync(folder: Path) -> None:
 
 
 def partials(folder: Path) -> list[Path]:
-    """What is being written, or was left behind."""
+    """The partial folders: being written, or left by a killed run."""
     return [path for _, path in sorted(_named(folder, _PARTIAL))]
 
 
@@ -125,9 +125,9 @@ def _named(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; a run that is killed meanwhile leaves none that looks whole.
+    """Remove a checkpoint so that a kill in between leaves no folder that looks whole.
 
-    Its name goes first: the rest may take a while.
+    The folder is renamed first, as to remove its files may take a while.
     """
     going = checkpoint
     if not checkpoint.suffix:
@@ -137,7 +137,7 @@ def remove(checkpoint: Path) -> None:
         shutil.rmtree(going, ignore_errors=True)
         with suppress(OSError):
             os.rename(checkpoint, going)
-    # The manifest first: without it the remaining files are not taken for a checkpoint.
+    # The manifest goes first: without it the remaining files do not look like a checkpoint.
     with suppress(OSError):
         (going / manifest_name(0)).unlink()
     shutil.rmtree(going, ignore_errors=True)

@@ -4,12 +4,12 @@
     tensor parallel   S(0, 2), rank 1 of 2: 2 3 | 6 7         own tensor of 4 rows, in two pieces
     ZeRO              rows [2, 4) of these: 6 7               own tensor of 2 rows, in one piece
 
-All follows from the plan: no rank asks another one. Several ranks may hold the same pieces, the
-replicas under ZeRO 0 for example; these deal the tensors out among themselves, largest first, so
-that each tensor is written once and each rank writes about equally much. What forward writes, as
-running statistics or a queue of keys, is each replica's own, and is written once for each.
+All follows from the plan: no rank asks another one. Several ranks may hold the same pieces, for
+example the replicas under ZeRO 0. Each tensor is then assigned to one of them, largest first, so
+that it is written once and the ranks write about equally many elements. Tensors that forward writes
+(running statistics, a queue of keys) differ between replicas, and each replica writes its own.
 
-A tensor without dims is treated as one of a single row everywhere here.
+In this module a tensor without dims counts as one row.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from autopipe.runtime.parameters.part import RankPart
 Shape = tuple[int, ...]
 
 BESIDE = "beside"
-"""The kind of a tensor that forward or the loss writes and no state dict has: one in a plain
-attribute of a model or a loss, a buffer that is not persistent."""
+"""The kind of a tensor that forward or the loss writes and no state dict has: in a plain attribute
+of a model or a loss, or in a buffer that is not persistent."""
 
 REPLICA = "replica"
-"""The kind of a tensor that forward has written in another replica than the first."""
+"""The kind of a tensor that forward has written in a replica other than the first."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a whole tensor: where it begins there, where in the own tensor, and its shape."""
+    """A box of a whole tensor: its first index there, that in the rank's tensor, and its shape."""
 
     whole: Shape
     own: Shape
@@ -50,16 +50,16 @@ class OwnTensor:
     """A tensor as a rank holds it.
 
     Attributes:
-        name: the graph's.
+        name: the tensor's name in the graph.
         aliases: the other names of a tied parameter.
-        kind: "parameter" or "buffer", or BESIDE.
-        tensor: what the rank holds, on its device; changed in place by a load.
-        shape: of the whole tensor.
-        pieces: where the rank's elements lie in it; none if it holds no elements.
-        writes: whether this rank is the one that writes them.
-        moves: whether forward may change it, and not the optimizer alone.
-        replica: of what forward writes in another replica than the first `replica 1 of 2`, under
-            which a checkpoint has it as if it were a state of the tensor.
+        kind: "parameter", "buffer" or BESIDE.
+        tensor: the rank's elements, on its device; a load changes it in place.
+        shape: the shape of the whole tensor.
+        pieces: the places of the rank's elements in the whole tensor; empty if it holds none.
+        writes: whether this rank writes them into a checkpoint.
+        moves: whether forward may change the tensor, and not the optimizer alone.
+        replica: "" or, for a tensor that forward writes in a replica other than the first,
+            `replica 1 of 2`: the key under which a checkpoint has the replica's values.
     """
 
     name: str
@@ -96,7 +96,7 @@ def dealt(shape: Shape, placement: Placement, ranks: int, rank: int) -> tuple[Pi
 
 
 def rows_of(found: Iterable[Piece], first: int, last: int) -> tuple[Piece, ...]:
-    """What the rows [first, last) of an own tensor have of its pieces.
+    """The pieces of the rows [first, last) of a rank's own tensor, cut from the tensor's pieces.
 
     >>> [piece.whole for piece in rows_of(dealt((8,), Placement("S", 0, 2), 2, 1), 2, 4)]
     [(6,)]
@@ -116,9 +116,9 @@ def rows_of(found: Iterable[Piece], first: int, last: int) -> tuple[Piece, ...]:
 
 
 def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[str, OwnTensor]:
-    """What this rank holds of what a run changes, by name, as its optimizer changes it.
+    """This rank's tensors that a checkpoint holds, by name.
 
-    Of a parameter with an fp32 master that is the master. Constants and buffers that no state dict
+    For a parameter with an fp32 master it is the master. Constants and buffers that no state dict
     has, and that nothing writes, are left out: the model makes them.
     """
     shards, rows, mesh = held.gradients.shards(), held.gradients.rows, part.plan.mesh
@@ -157,7 +157,7 @@ def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[
 def _holders(
     part: RankPart, name: str, lies: Placement, dps: Sequence[int], *, in_rows: bool
 ) -> tuple[int, ...]:
-    """The ranks of these replicas that hold the very elements that this one does, ascending."""
+    """The ranks of the replicas `dps` that hold the same elements as this rank, ascending."""
     mesh, here = part.plan.mesh, part.place
     stages = (stage for stage in part.split.stages if name in stage.states)
     pps: Sequence[int] = sorted({part.placed[stage.index] for stage in stages})
@@ -171,7 +171,10 @@ def _holders(
 def _writers(
     holders: Mapping[str, tuple[int, ...]], own: Mapping[str, OwnTensor]
 ) -> dict[str, int]:
-    """The rank that writes each tensor: of a parameter one holder, of a buffer the first."""
+    """The rank that writes each tensor, by name.
+
+    A parameter goes to the holder with the fewest elements so far, any other tensor to the first.
+    """
     writers = {name: ranks[0] for name, ranks in holders.items()}
     given: dict[tuple[int, ...], list[int]] = {}
     for name in sorted(holders, key=lambda name: -prod(own[name].shape)):  # stable: names' order

@@ -1,11 +1,11 @@
-"""The manifest of a rank: what lies where in its file of tensors, and the state of its run.
+"""The manifest of a rank: the places of tensors in the rank's file, and the state of its run.
 
     rank-3.json            {"sum": "8c1f02aa", "chunks": {...}, "training": {...}}
     rank-3.safetensors     header, then the chunks, one after the other
 
-A chunk is a tensor as the rank holds it: the model's own name, the pieces that its elements are of
-the whole tensor, and a checksum for every few rows, so that who reads a few rows reads no others.
-The checksums are zlib's CRC-32; `sum` is that of the two other entries, as `text` writes them.
+A chunk is a tensor as the rank holds it: the model's name of it, the places of its elements in the
+whole tensor, and a checksum for every few rows, so that a reader of a few rows reads only these.
+Checksums are zlib's CRC-32; `sum` is the checksum of the two other entries, as `text` writes them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FORMAT = 1
 """The version of the format; raised when a field changes its meaning."""
 
 MOST = 1 << 28
-"""Bytes of a manifest: a larger one is none."""
+"""Bytes of a manifest at most; a larger file is refused."""
 
 NAMES = {dtypes.name_of(dtype): dtype for dtype in DTYPES}
 """The dtypes that a chunk may have, by their names in a manifest."""
 
 FLOATS = {name: dtype for name, dtype in NAMES.items() if dtype.is_floating_point}
-"""Those that weights may have."""
+"""The floating-point ones among `NAMES`: the dtypes that weights may have."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Chunk:
     """A tensor in a rank's file.
 
     Attributes:
-        name: the parameter or buffer, by the model's own name.
-        state: of an optimizer's state for it, the key there; "" for the tensor itself; for what
-            it is in another replica than the first `replica 1 of 2`.
-        kind: "parameter", "buffer", "beside" (`layout.BESIDE`), "replica" (`layout.REPLICA`) or, of
-            a state, "like" the parameter or one "number".
-        dtype: torch's name of it, without `torch.`.
-        shape: of the whole tensor.
-        own: of what is in the file.
-        pieces: where its elements lie in the whole tensor.
-        offset: of its first byte, after the header.
-        rows: how many of its rows each checksum is of; the last one may be of fewer.
+        name: the name of the parameter or buffer in the model.
+        state: "" for the tensor itself; the key of an optimizer's state for it; `replica 1 of 2`
+            for its values in a replica other than the first.
+        kind: "parameter", "buffer", "beside" (`layout.BESIDE`) or "replica" (`layout.REPLICA`); an
+            optimizer's state is "like" the parameter, or one "number".
+        dtype: torch's name of the dtype, without `torch.`.
+        shape: the shape of the whole tensor.
+        own: the shape of the part in the file.
+        pieces: the places of the part's elements in the whole tensor.
+        offset: the position of its first byte in the file, counted from the end of the header.
+        rows: the number of rows that each checksum covers; the last one may cover fewer.
         sums: the checksums.
         aliases: the other names of a tied parameter.
     """
@@ -69,31 +69,31 @@ class Chunk:
 
     @property
     def key(self) -> str:
-        """Its name in the file: `wte.weight`, `wte.weight/exp_avg`."""
+        """The chunk's name in the file: `wte.weight`, `wte.weight/exp_avg`."""
         return f"{self.name}/{self.state}" if self.state else self.name
 
     @property
     def row_bytes(self) -> int:
-        """Of one of its rows."""
+        """Bytes of one row of the part."""
         return prod(self.own[1:]) * NAMES[self.dtype].itemsize
 
     @property
     def bytes(self) -> int:
-        """Of all its rows."""
+        """Bytes of all its rows."""
         return self.own[0] * self.row_bytes
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """What a rank's file has.
+    """The contents of a rank's file.
 
     Attributes:
-        format: of the manifest.
+        format: the version of the manifest's format.
         step: how many steps the run has made.
-        rank, ranks: whose file it is, and of how many.
+        rank, ranks: the rank whose file it is, and the number of ranks.
         header: bytes before the first chunk.
-        header_sum: their checksum.
-        bytes: of the whole file.
+        header_sum: the checksum of these bytes.
+        bytes: the length of the whole file.
     """
 
     format: int
@@ -108,14 +108,14 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a rank has written; `training` is its run's state, as JSON data."""
+    """A rank's manifest; `training` is the state of its run, as JSON data."""
 
     chunks: Chunks
     training: Mapping[str, Any]
 
 
 def text(manifest: Manifest) -> str:
-    """The manifest's file.
+    """The text of the manifest's file.
 
     Raises:
         TypeError: `training` is no JSON data.
@@ -131,13 +131,13 @@ def read(data: bytes, place: str) -> Manifest:
     """The manifest in a file's bytes, checked; `place` names the file in errors.
 
     Raises:
-        DamagedError: they are not what `text` wrote, or contradict themselves.
+        DamagedError: the bytes are not what `text` wrote, or contradict themselves.
     """
     try:
         body = json.loads(data)
         found = body.pop("sum")
         if found != _sum(body):
-            raise DamagedError(f"{place} was changed after it was written: its checksum is another")
+            raise DamagedError(f"{place} was changed after it was written: its checksum differs")
         chunks = codec.from_json(Chunks, body["chunks"], "chunks")
         training = body["training"]
         if not isinstance(training, dict):
@@ -148,7 +148,7 @@ def read(data: bytes, place: str) -> Manifest:
         raise DamagedError(f"{place}: {error.message}") from error
     if chunks.format != FORMAT:
         raise DamagedError(
-            f"{place}: this autopipe reads checkpoints of format {FORMAT}, it is {chunks.format}"
+            f"{place}: expected a checkpoint of format {FORMAT}, found format {chunks.format}"
         )
     if chunks.ranks < 1 or not 0 <= chunks.header <= chunks.bytes:
         raise DamagedError(
@@ -167,7 +167,7 @@ def _sum(body: Mapping[str, Any]) -> str:
 
 
 def _wrong(chunk: Chunk, among: Chunks) -> str | None:
-    """What of a chunk cannot be, if anything: nothing is read, or made room for, before this."""
+    """The first impossible entry of a chunk, in words; nothing is read or allocated before this."""
     if chunk.dtype not in NAMES:
         return f"no dtype is called {chunk.dtype!r}"
     if not chunk.own or min(chunk.own) < 0 or min(chunk.shape, default=0) < 0:

@@ -1,14 +1,13 @@
-"""An optimizer's state by the names of the parameters, and back into one of any other plan.
+"""An optimizer's state by the names of the parameters, and back into the optimizer of any plan.
 
     state[p]["exp_avg"]    of the parameter's own shape    lies as the parameter does: its pieces
     state[p]["step"]       a tensor without dims           a number, the same on every rank
     param_groups           lr, betas, ...                  JSON data, by the names in each group
 
-A shard's state is sharded as the shard is. So a state that one plan has written is read by another
-plan in the way of the parameter itself. A state in the parameter's dtype is cast to its present
-dtype, which differs if fp32 masters have come or gone, since optimizers refuse two dtypes. A state
-of another shape (Adafactor's means of rows and columns) cannot be cut for other plans, and is
-refused.
+A state is sharded as its parameter is, so another plan reads it as it reads the parameter. The
+parameter may have another dtype than in the run that saved, with fp32 masters or without; a state
+in the old dtype is then cast to the new one, since optimizers refuse two dtypes. A state of another
+shape (Adafactor's means of rows and columns) cannot be cut for other plans, and is refused.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.write import Written
 
 LIKE, NUMBER = "like", "number"
-"""The kinds of a state: of the parameter's shape, or one number."""
+"""The kinds of a state: a tensor of the parameter's shape, or one number."""
 
 _COUNTERS = ("step", "mu_product", "eta", "mu")
-"""States that torch's optimizers have without dims, where a parameter has none either."""
+"""States of torch's optimizers that are numbers, also for a parameter that has no dims itself."""
 
 Named = Mapping[str, nn.Parameter]
 Groups = Sequence[Sequence[str]]
@@ -39,10 +38,14 @@ Groups = Sequence[Sequence[str]]
 
 
 def tensors(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) -> list[Written]:
-    """What this rank writes of an optimizer's state.
+    """The tensors of an optimizer's state that this rank writes.
+
+    Args:
+        named: the optimizer's parameters by name.
+        own: the rank's tensors of the model.
 
     Raises:
-        CheckpointError: a state can be cut no other way than it is.
+        CheckpointError: a state has neither the parameter's shape nor is it one number.
     """
     return [
         written
@@ -55,7 +58,7 @@ def tensors(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) ->
 
 
 def values(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) -> dict[str, Any]:
-    """What an optimizer has beside tensors: its groups, and states that are no tensors."""
+    """An optimizer's class, groups and states that are no tensors, as JSON data."""
     kind = type(optimizer).__name__
     groups = [
         {
@@ -89,10 +92,14 @@ def groups_of(optimizer: Optimizer, named: Named) -> list[list[str]]:
 
 
 def origins(here: Groups, there: Sequence[Groups]) -> list[list[tuple[int, int]]]:
-    """In which groups the parameters of each group were: ranks of `there`, and numbers of groups.
+    """For each group here, the groups that had its parameters, as (rank, number of the group).
 
-    A rank that had the same groups is the only one; a group without parameters that are known has
-    what had its place on a rank with as many groups, if there is one.
+    If a rank had the same groups as here, only that rank's are named. A group whose parameters are
+    in no group of `there` gets the group with its number on the first rank with as many groups.
+
+    Args:
+        here: this rank's groups.
+        there: the groups of each rank that saved.
 
     >>> origins([["a", "c"], ["b"]], [[["a"], ["b"]], [["c"], ["d"]]])
     [[(0, 0), (1, 0)], [(0, 1)]]
@@ -115,15 +122,20 @@ def origins(here: Groups, there: Sequence[Groups]) -> list[list[tuple[int, int]]
 
 
 def agreed(found: Sequence[Any], names: Sequence[str], what: str) -> Any:
-    """The one thing that the parameters of a group have found.
+    """The one value that all of a group's parameters had in a checkpoint.
+
+    Args:
+        found: the values, at least one.
+        names: the group's parameters, for the error.
+        what: the value in words, for the error.
 
     Raises:
-        CheckpointError: they have found several.
+        CheckpointError: the values differ.
     """
     if any(other != found[0] for other in found):
         raise CheckpointError(
-            f"the optimizer has {names[0]!r} and others in one group, and in the checkpoint they "
-            f"had different {what}",
+            f"the optimizer has {names[0]!r} in a group with parameters that had other {what} in "
+            "the checkpoint",
             hint="group the parameters as the run that was saved did",
         )
     return found[0]
@@ -133,7 +145,7 @@ def kind_of(stored: Stored) -> str | None:
     """The class of the optimizer whose state a checkpoint has; None: it has none.
 
     Raises:
-        DamagedError: there is something else in its place.
+        DamagedError: the checkpoint has something else in the state's place.
     """
     with fence(f"{stored.folder}: the optimizer's state"):
         for one in _saved(stored):
@@ -145,14 +157,14 @@ def kind_of(stored: Stored) -> str | None:
 
 
 def _saved(stored: Stored) -> list[Mapping[str, Any]]:
-    """What each rank that had an optimizer has written of it."""
+    """The optimizer's part of each manifest that has one."""
     return [one.training["optimizer"] for one in stored.manifests if one.training.get("optimizer")]
 
 
 def restore(
     optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor], stored: Stored
 ) -> None:
-    """Give an optimizer the state that the parameters of this rank have in a checkpoint.
+    """Load the states of this rank's parameters from a checkpoint into an optimizer.
 
     Raises:
         DamagedError, CheckpointError: as `Stored.fill`; or the checkpoint is of another optimizer.
@@ -186,7 +198,7 @@ def restore(
 
 
 def _read(own: OwnTensor, key: str, parameter: nn.Parameter, stored: Stored) -> Tensor:
-    """A state of the parameter's shape; in its dtype, if it had the one that was saved with it."""
+    """A state of the parameter's shape; cast if it was saved in the parameter's dtype then."""
     had = NAMES[stored.chunks[own.name, key][0][1].dtype]
     theirs = {NAMES[chunk.dtype] for _, chunk in stored.chunks.get((own.name, ""), ())}
     dtype = parameter.dtype if had in theirs else had
@@ -198,7 +210,7 @@ def _read(own: OwnTensor, key: str, parameter: nn.Parameter, stored: Stored) -> 
 def _written(
     optimizer: Optimizer, key: str, state: Tensor, parameter: nn.Parameter, own: OwnTensor
 ) -> Written | None:
-    """A state as this rank writes it; None: another rank does, or it has no elements."""
+    """A state as this rank writes it; None: another rank writes it, or it has no elements."""
     is_number = state.ndim == 0 and (parameter.ndim > 0 or key in _COUNTERS)
     if is_number:
         if not (own.writes and leads(own.pieces)):
@@ -234,7 +246,7 @@ def _of(parameters: Sequence[nn.Parameter], named: Named) -> Iterator[tuple[str,
 def _regroup(
     optimizer: Optimizer, named: Named, saved: Sequence[Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Give each group the options that its parameters had in the groups of the ranks that saved."""
+    """Give each group the options of the groups that had its parameters in the checkpoint."""
     here = groups_of(optimizer, named)
     places = origins(here, [[group["names"] for group in groups] for groups in saved])
     for group, names, of in zip(optimizer.param_groups, here, places, strict=True):

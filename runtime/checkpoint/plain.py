@@ -1,9 +1,9 @@
-"""States of schedules, batches and optimizers as JSON data, and back: nothing that executes.
+"""States of schedules, batches and optimizers as JSON data, and back; loading runs no code.
 
     state_dict() --plain--> JSON data --like(state_dict(), .)--> a state_dict of the same types
 
-What JSON has no word for: a tuple is a list, and one again where the present state has a tuple;
-keys that are no strings stand in pairs, `{"pairs": [[3, 1], ...]}`; a small tensor is
+A tuple becomes a list, and a tuple again if the present state has one in its place. A mapping with
+keys that are no strings becomes `{"pairs": [[3, 1], ...]}`. A small tensor becomes
 `{"tensor": ["float32", [2], "..."]}` with its bytes in base 64.
 """
 
@@ -25,7 +25,7 @@ from autopipe.util.dtypes import name_of
 _PAIRS, _TENSOR = "pairs", "tensor"
 
 _MOST = 1 << 20
-"""Bytes of a tensor that stands in JSON data."""
+"""Bytes of a tensor in JSON data at most."""
 
 
 def plain(value: Any, path: str) -> Any:
@@ -55,24 +55,31 @@ def plain(value: Any, path: str) -> Any:
 
 @contextmanager
 def fence(what: str) -> Iterator[None]:
-    """Within the block states from a checkpoint are used, which may be of any form.
+    """Within, an error that a state of a wrong form causes counts as damage of the checkpoint.
+
+    Args:
+        what: the state in words, for the error.
 
     Raises:
-        DamagedError: the block could make nothing of them.
+        DamagedError: the block has failed on the state.
     """
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise DamagedError(f"{what} is none that this version has written: {error!r}") from error
+        raise DamagedError(f"{what} was not written by this version: {error!r}") from error
 
 
 def has_words(data: Any) -> bool:
-    """Whether JSON data that `plain` made stands for a mapping whose keys are words."""
+    """Whether JSON data that `plain` made is a mapping whose keys are strings."""
     return isinstance(data, dict) and set(data) not in ({_PAIRS}, {_TENSOR})
 
 
 def like(present: Any, data: Any) -> Any:
-    """JSON data that `plain` made, in the types of the present state."""
+    """A state from JSON data that `plain` made, with the types of the present state.
+
+    Args:
+        present: the state of the same object as it is now, before the load.
+    """
     if isinstance(data, dict) and set(data) == {_TENSOR}:
         return _tensor(data[_TENSOR], present)
     if isinstance(data, dict):
@@ -91,7 +98,7 @@ def like(present: Any, data: Any) -> Any:
 
 
 def _tensor(data: Any, present: Any) -> Tensor:
-    """A tensor, where the present one is; an optimizer's rate may be one on a GPU."""
+    """A tensor, on the present tensor's device: an optimizer's rate may be on a GPU."""
     dtype, shape, text = data
     found = torch.frombuffer(bytearray(b64decode(text)), dtype=NAMES[dtype]).reshape(shape)
     return found.to(present.device) if isinstance(present, Tensor) else found

@@ -1,11 +1,12 @@
-"""A schedule's state, and back into one whose optimizer has other groups of parameters.
+"""A learning-rate schedule's state, and back into one whose optimizer has other groups.
 
     base_lrs, _last_lr, ...    an entry for each group           goes where the parameters go
-    last_epoch, ...            on every rank the same            as it is
-    _schedulers                states of schedules, in a list    each of them so
+    last_epoch, ...            the same on every rank            stays as it is
+    _schedulers                states of schedules, in a list    each state is treated in this way
 
-Every rank has the groups of its own parameters, so as many and such entries as no other rank may
-have. A rank whose groups are those of a rank that saved takes all of that one's state.
+A rank's optimizer has groups of the rank's own parameters, so ranks may have different numbers of
+groups, and other entries for them. A rank with the same groups as a rank that saved takes that
+rank's whole state.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _BY_GROUP = {
 """Lists of torch's schedules that have an entry for each group."""
 
 _FOR_ALL = {"_milestones"}
-"""Lists of torch's schedules that have not, and may be as long by chance."""
+"""Lists of torch's schedules that have no entry for each group, but may have that length."""
 
 
 def values(scheduler: LRScheduler) -> Any:
     """The state of a schedule, as JSON data.
 
     Raises:
-        CheckpointError: a part of it cannot be kept.
+        CheckpointError: a checkpoint cannot hold a part of it.
     """
     return plain(scheduler.state_dict(), type(scheduler).__name__)
 
@@ -49,10 +50,12 @@ def restore(
     named: Mapping[str, nn.Parameter],
     stored: Stored,
 ) -> None:
-    """Give a schedule the state that it has in a checkpoint, with a rate for each group of here.
+    """Load a schedule's state from a checkpoint, with an entry for each group of this rank.
 
     Args:
-        optimizer: the schedule's; None: it is asked for its own.
+        scheduler: the schedule.
+        optimizer: the schedule's optimizer; None: `scheduler.optimizer`.
+        named: the rank's parameters by name.
 
     Raises:
         CheckpointError: the checkpoint is of another schedule, or has no state for these groups.
@@ -63,8 +66,8 @@ def restore(
     if there not in (None, kind):
         raise CheckpointError(
             f"{stored.folder} has the state of {there}, and the schedule is {kind}",
-            hint="resume with the schedule that the run was started with, or take its weights "
-            "alone by --weights",
+            hint="resume with the schedule that the run was started with, or take the checkpoint's "
+            "weights alone by --weights",
         )
     here = groups_of(scheduler.optimizer if optimizer is None else optimizer, named)
     saved = [
@@ -85,19 +88,20 @@ def restore(
 
 
 def _groups(training: Mapping[str, Any]) -> list[list[str]]:
-    """The groups of the optimizer that a rank has saved beside its schedule, if it has."""
+    """The groups of the optimizer in a rank's manifest; []: the rank has saved no optimizer."""
     had = training.get("optimizer")
     return [group["names"] for group in had["groups"]] if had else []
 
 
 @dataclass(frozen=True)
 class _Regrouping:
-    """States of a schedule from ranks with other groups, as one for the groups of this rank.
+    """Combines a schedule's states from several ranks into one for the groups of this rank.
 
     Attributes:
         here: this rank's groups.
-        there: those of each rank that a state is from.
-        places: what `origins` says of them.
+        there: the groups of each rank that saved one of the states.
+        places: for each group here, the groups there that had its parameters (`origins`).
+        folder: the checkpoint's, for errors.
     """
 
     here: Groups
@@ -106,15 +110,15 @@ class _Regrouping:
     folder: Path
 
     def value(self, path: str, present: Any, found: Sequence[Any]) -> Any:
-        """A part of the state.
+        """Combine one part of the states.
 
         Args:
-            path: of the part, as in `SequentialLR._schedulers[0].base_lrs`.
-            present: the part in this rank's own schedule, which has just been made.
+            path: the part's path, such as `SequentialLR._schedulers[0].base_lrs`.
+            present: the part in this rank's new schedule, before the load.
             found: the part in the state of each rank of `there`.
 
         Raises:
-            CheckpointError: which it is for these groups cannot be known.
+            CheckpointError: the value for this rank's groups cannot be known.
         """
         key, first = path.rpartition(".")[2], found[0]
         by_group = key in _BY_GROUP
@@ -138,7 +142,7 @@ class _Regrouping:
         if len({repr(one) for one in found}) > 1:
             raise self._unknown(f"{path} was not the same on all ranks")
         if by_group and len(first) != len(self.here):
-            raise self._unknown(f"{path} is of {len(first)} groups, and here are {len(self.here)}")
+            raise self._unknown(f"{path} is for {len(first)} groups, found {len(self.here)}")
         return first
 
     def _fits(self, present: Any, found: Sequence[list[Any]]) -> bool:
@@ -160,9 +164,9 @@ class _Regrouping:
     def _unknown(self, why: str) -> CheckpointError:
         weights = "or take its weights alone by --weights"
         return CheckpointError(
-            f"{self.folder}: {why}; what is right for this rank's groups of parameters cannot be "
+            f"{self.folder}: {why}; the right value for this rank's groups of parameters cannot be "
             "known",
             hint=f"resume under the plan in that folder, {weights}"
             if any(self.there)
-            else f"save the optimizer with its schedule, for it has the names, {weights}",
+            else f"save the optimizer, which has the names, with its schedule, {weights}",
         )

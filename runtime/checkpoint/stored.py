@@ -3,9 +3,9 @@
     wanted: rows 2..5 of 8         rank-0: rows 0..3      rank-1: rows 4..7
                                             --|2 3|              |4 5|--
 
-Only the blocks that have wanted rows are read, and each is compared with its checksum. A file is
-read, never mapped: one that is cut short meanwhile is an error, and does not kill the process.
-Nothing that a checkpoint says is trusted: `manifest.read` has checked it.
+Only the blocks that have wanted rows are read, and each is compared with its checksum. Files are
+read, never mapped, so that a file that is cut short meanwhile raises an error and does not kill the
+process. `manifest.read` has checked every number that this module takes from a manifest.
 """
 
 from __future__ import annotations
@@ -29,24 +29,23 @@ from autopipe.runtime.checkpoint.layout import REPLICA, OwnTensor, Piece, Shape
 from autopipe.runtime.checkpoint.manifest import NAMES, Chunk, Manifest
 
 Key = tuple[str, str]
-"""The name of a parameter or buffer, and the key of an optimizer's state for it, or ""; or that of
-its values in another replica than the first."""
+"""A tensor in a checkpoint: `manifest.Chunk`'s `name` and `state`."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint on the disk, of which every manifest has been read."""
+    """A checkpoint on the disk, whose manifests have all been read."""
 
     folder: Path
     manifests: tuple[Manifest, ...]
 
     @classmethod
     def open(cls, folder: Path) -> Stored:
-        """Read the manifests, and look whether all files are there and as long as they were.
+        """Read the manifests, and check that all files exist and have their lengths.
 
         Raises:
-            DamagedError: the sentence names the file.
-            CheckpointError: there is no checkpoint.
+            DamagedError: a file is missing, damaged or of another checkpoint; its name is given.
+            CheckpointError: the folder is no checkpoint.
         """
         named = step_of(folder)
         if not (folder / manifest_name(0)).exists():
@@ -62,8 +61,8 @@ class Stored:
         for rank, one in enumerate(every):
             if (one.chunks.rank, one.chunks.ranks) != (rank, ranks):
                 raise DamagedError(
-                    f"{folder / manifest_name(rank)} is of rank {one.chunks.rank} of "
-                    f"{one.chunks.ranks}, expected rank {rank} of {ranks}"
+                    f"{folder / manifest_name(rank)}: expected rank {rank} of {ranks}, found rank "
+                    f"{one.chunks.rank} of {one.chunks.ranks}"
                 )
             if one.chunks.step != first.chunks.step:
                 raise DamagedError(
@@ -109,10 +108,12 @@ class Stored:
         """Read a rank's elements of a tensor, or of an optimizer's state for it.
 
         Args:
-            into: a tensor like the own one; None: the own one itself.
+            own: the rank's tensor.
+            state: the key of the optimizer's state; "": the tensor itself.
+            into: a tensor of the shape of `own.tensor`, to read into; None: `own.tensor`.
 
         Raises:
-            DamagedError: a block is not what was written, or elements are missing.
+            DamagedError: a block has another checksum, or elements are missing.
             CheckpointError: the tensor is not in the checkpoint, or has another shape there.
         """
         target = own.tensor if into is None else into
@@ -150,7 +151,7 @@ class Stored:
         raise DamagedError(f"{self.folder}: {name}/{state} is not one number")
 
     def check(self) -> None:
-        """Read everything, and compare it with its checksums.
+        """Read all files, and compare them with their checksums.
 
         Raises:
             DamagedError: the sentence names the file and the tensor.
@@ -160,9 +161,7 @@ class Stored:
             with _opened(path) as file:
                 begins = _read(file, path, 0, one.chunks.header)
             if zlib.crc32(begins) != one.chunks.header_sum:
-                raise DamagedError(
-                    f"{path} was changed after it was written: its header is another"
-                )
+                raise DamagedError(f"{path} was changed after it was written: its header differs")
             for chunk in one.chunks.chunks:
                 for _ in self._blocks(rank, chunk, None):
                     pass
@@ -170,7 +169,7 @@ class Stored:
     def _blocks(
         self, rank: int, chunk: Chunk, boxes: Sequence[Piece] | None
     ) -> Iterator[tuple[int, Tensor]]:
-        """The blocks of a chunk that have rows of these boxes (None: all): first row, and rows."""
+        """The blocks of a chunk with rows of these boxes (None: all): first row and the rows."""
         path, header = self.folder / tensors_name(rank), self.manifests[rank].chunks.header
         if boxes is not None and not boxes:
             return
@@ -195,7 +194,7 @@ class Stored:
 
 
 def _common(theirs: Piece, mine: Piece) -> Piece | None:
-    """What two pieces have in common; its `whole` is where that begins in their own tensor."""
+    """The elements that two pieces share; its `whole` is where these begin in their own tensor."""
     ends = [b + n for b, n in zip(theirs.whole, theirs.shape, strict=True)]
     own_ends = [b + n for b, n in zip(mine.whole, mine.shape, strict=True)]
     begins = [max(a, b) for a, b in zip(theirs.whole, mine.whole, strict=True)]
@@ -214,7 +213,7 @@ def _within(begins: Sequence[int], whole: Shape, own: Shape) -> Shape:
 
 
 def _copy(target: Tensor, block: Tensor, first: int, box: Piece) -> None:
-    """Copy what a block of rows from `first` on has of a box into the target."""
+    """Copy the elements of a box that lie in a block, of rows from `first` on, into the target."""
     begin = max(box.whole[0], first)
     end = min(box.whole[0] + box.shape[0], first + block.shape[0])
     if begin >= end:
@@ -237,10 +236,10 @@ def _manifest(folder: Path, rank: int) -> Manifest:
 
 
 class _opened:
-    """A plain file, open for reading for the time of the block.
+    """Within, a file is open for reading, as its descriptor.
 
     Raises:
-        DamagedError: there is none; nothing else is opened, as a pipe would never end.
+        DamagedError: it is no regular file. Others are refused, as to read a pipe may never end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -261,7 +260,7 @@ class _opened:
 
 
 def _read(file: int, path: Path, at: int, size: int) -> bytearray:
-    """So many bytes from a place of a file; memory of its own, which tensors may be views of."""
+    """Read `size` bytes at the position `at` of a file, into new memory for tensors to view."""
     data, had = bytearray(size), 0
     while had < size:
         try:

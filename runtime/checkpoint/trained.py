@@ -1,4 +1,4 @@
-"""The model of a run's checkpoint as weights to start from; the rest of the run is left out.
+"""Reads the weights to start a run from out of another run's checkpoint, and nothing else of it.
 
 checkpoints/                       the newest one in it
 checkpoints/step-00000020/         this one
@@ -23,9 +23,9 @@ from autopipe.util.progress import Say
 
 
 def chosen(path: str | Path, rank: int, world: dist.ProcessGroup | None) -> Path:
-    """The weights at a path, the same on every rank: of a run's checkpoints the newest.
+    """The weights that a path stands for, the same on every rank; every rank calls it.
 
-    A run that is still writing there may save another one meanwhile; so rank 0 looks.
+    In a folder of checkpoints it is the newest. Only rank 0 looks, as a run may still save there.
     """
     return from_first(lambda: next(iter(candidates(Path(path))), Path(path)), rank, world)
 
@@ -37,12 +37,12 @@ def read(
     optional: Collection[str] = (),
     say: Say | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of `names`, as `parameters.weights.read` gives them, which takes the arguments.
+    """Read the tensors of `names`; arguments and result are those of `parameters.weights.read`.
 
-    Of a parameter with an fp32 master it is that one, rounded to the dtype of the graph.
+    A parameter that had an fp32 master gets the master, rounded to the dtype of the graph.
 
     Raises:
-        DamagedError: the checkpoint is not what was written.
+        DamagedError: the checkpoint's files have changed since they were written.
         ModelError: as `parameters.weights.read`.
     """
     found = candidates(path)

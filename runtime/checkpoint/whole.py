@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as one process has them: a few rows at a time, or all of one.
+"""Assembles a checkpoint's whole tensors in one process, a few rows at a time or all at once.
 
 rank-0.safetensors --+
 rank-1.safetensors --+--> rows 0..1023 of wte.weight, rows 1024..2047, ...
@@ -41,7 +41,7 @@ class WholeTensor:
 
     @property
     def bytes(self) -> int:
-        """Of one copy."""
+        """Bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -78,7 +78,7 @@ def windows(stored: Stored, tensor: WholeTensor) -> Iterator[Tensor]:
 
 
 def whole(stored: Stored, tensor: WholeTensor) -> Tensor:
-    """All of a tensor that is no single number of an optimizer's.
+    """A whole tensor; it must not be a state that is one number (`Stored.number`).
 
     Raises:
         DamagedError: it is not what was written.

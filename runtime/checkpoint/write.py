@@ -1,9 +1,9 @@
-"""Writes a rank's tensors into one file, block by block, and then the manifest that tells of it.
+"""Writes a rank's tensors into one file, block by block, and then the file's manifest.
 
     tensors as the rank holds them --> rank-3.safetensors, on the disk --> rank-3.json, on the disk
 
-A manifest is on the disk only after all that it tells of is. No more than one block of a tensor is
-held beside it: a tensor in host memory is read where it lies.
+A manifest reaches the disk after the tensors that it lists. At most one block of a tensor is copied
+at a time: a tensor in host memory is read where it lies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopipe.runtime.parameters.export import DTYPES, FileTensor, header
 from autopipe.util import atomic_file, dtypes
 
 BLOCK = 4 << 20
-"""Bytes, about, that one checksum is of, and that are copied at a time."""
+"""The approximate number of bytes that one checksum covers, and that are copied at a time."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Written:
 
 @dataclass(frozen=True)
 class RankFile:
-    """All that a rank writes of a checkpoint; `training` is the state of its run, as JSON data."""
+    """A rank's part of a checkpoint; `training` is the state of its run, as JSON data."""
 
     step: int
     rank: int
@@ -61,13 +61,13 @@ class RankFile:
 
 
 def write(folder: Path, content: RankFile, stop: Callable[[], bool] = lambda: False) -> None:
-    """Write a rank's tensors and its manifest into `folder`, and bring both onto the disk.
+    """Write a rank's tensors and its manifest into `folder`, and flush both to the disk.
 
     Args:
-        stop: is asked before each block whether the run has ended meanwhile.
+        stop: called before each block; returns whether the run has ended meanwhile.
 
     Raises:
-        CheckpointError: a dtype is none of the format's.
+        CheckpointError: safetensors has no such dtype, or `stop` has returned True.
         OSError: a file cannot be written.
     """
     order = sorted(content.tensors, key=lambda written: -written.tensor.dtype.itemsize)
@@ -96,7 +96,7 @@ def write(folder: Path, content: RankFile, stop: Callable[[], bool] = lambda: Fa
 
 
 def _blocks(file: BinaryIO, tensor: Tensor, rows: int, stop: Callable[[], bool]) -> tuple[int, ...]:
-    """Write a tensor's rows, and return the checksum of every so many of them."""
+    """Write a tensor's rows; returns a checksum for each block of `rows` rows."""
     sums = []
     for begin in range(0, tensor.shape[0], rows):
         if stop():

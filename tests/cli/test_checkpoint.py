@@ -287,9 +287,9 @@ def test_two_models_are_not_mixed_in_a_folder(shell: Shell) -> None:
         ),
         (
             ("convert", "kept", "-o", "gpt2.py", "--config", "start"),
-            "gpt2.py is to be a folder, and cannot be made: File exists",
+            "gpt2.py cannot be made: File exists",
         ),
-        (("convert", "kept", "-o", "kept", "--dcp"), "kept has step-00000002 in it, and is to be"),
+        (("convert", "kept", "-o", "kept", "--dcp"), "kept is not empty, it has step-00000002: a"),
         (
             ("convert", "kept", "-o", "m.safetensors", "--dcp"),
             "convert: m.safetensors is one file, and --dcp is of a folder\nhint: -o FOLDER --dcp",

@@ -348,5 +348,5 @@ def test_batches_that_know_where_they_are(load: Load) -> None:
 @pytest.mark.parametrize("position", [{}, None, {"epoch": "x", "drawn": 0}, {"epoch": 0}])
 def test_a_position_that_is_none(position: Any, load: Load) -> None:
     pipe, file = load("")
-    with pytest.raises(CheckpointError, match="the position in the batches is none that this"):
+    with pytest.raises(CheckpointError, match="the position in the batches was not written by"):
         Feed(pipe, file, None, lambda line: None).go_to(position)

@@ -176,7 +176,7 @@ def test_a_value_that_each_rank_has_for_itself(tmp_path: Path) -> None:
     for number, rank in enumerate(before):
         rank.schedule.own = number
     (rank,) = ranks(PLANS["one"], Peaks)
-    with pytest.raises(CheckpointError, match="Peaks.own was not the same on all ranks; what"):
+    with pytest.raises(CheckpointError, match="Peaks.own was not the same on all ranks; the right"):
         restore(rank.content(), saved(before, tmp_path / "kept"))
 
 
@@ -188,7 +188,7 @@ def test_a_schedule_without_its_optimizer(tmp_path: Path) -> None:
         restore(ranks(PLANS["turns"], make)[0].content(alone=True), halves)
     assert refused.value.hint is not None and "save the optimizer" in refused.value.hint
     one = saved(ranks(PLANS["one"], make), tmp_path / "one", alone=True)
-    with pytest.raises(CheckpointError, match="base_lrs is of 4 groups, and here are 2; what"):
+    with pytest.raises(CheckpointError, match="base_lrs is for 4 groups, found 2; the right"):
         restore(ranks(PLANS["halves"], make)[0].content(alone=True), one)
     (rank,) = ranks(PLANS["one"], make)
     restore(rank.content(alone=True), one)
@@ -200,5 +200,5 @@ def test_parameters_of_several_rates_in_one_group(tmp_path: Path) -> None:
     stored = saved(ranks(["a b", "c d"], make), tmp_path / "kept")
     (rank,) = ranks(["ab cd"], make)
     for alone, what in ((False, "options"), (True, "LambdaLR.base_lrs")):
-        with pytest.raises(CheckpointError, match=f"they had different {what}"):
+        with pytest.raises(CheckpointError, match=f"that had other {what} in the"):
             restore(rank.content(alone=alone), stored)
