@@ -1,10 +1,11 @@
 """Measures one op in a chain of itself, between matmuls as in a model.
 
-    forward     matmul  f  matmul  f  matmul  f       f takes what passes between
-    backward    f  matmul  f  matmul  f  matmul       the gradient of its result and of the matmul's
+    forward     matmul  f  matmul  f  matmul  f       the time of each f, of the op, is measured
+    backward    f  matmul  f  matmul  f  matmul       and that of its gradient
 
-The matmuls have taken the caches for their weights. What a step makes is read again in its
-backward, when it is in no cache any more: chains of what takes as long as its elements are long.
+The matmuls fill the caches with their weights, as in a model. Backward reads the results of forward
+when no cache holds them any longer, so a chain of an op that is bound by memory is long enough for
+its tensors to exceed the caches.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from autopipe.runtime.probe.microbench import COLD, WINDOW, Budget, climb, in_tu
 from autopipe.runtime.probe.subjects import SUBJECTS, Function, Subject
 
 SHORT = 0.01
-"""Seconds of repetition for one op of many, with what stands between."""
+"""Seconds for which a chain is repeated in a turn, matmuls included, when many ops are measured."""
 
 OPS = 8
-"""Of a chain of what has few rows, or computes for long."""
+"""The ops of a chain with few rows, and of a chain of an op that is bound by computing."""
 
 Both = tuple[float, float]
 """Seconds forward and backward."""
@@ -36,7 +37,7 @@ Both = tuple[float, float]
 
 @dataclass(frozen=True)
 class Chain:
-    """`ops` functions in a row, from `x` on."""
+    """`ops` calls of `function` in a row, the first one of `x`."""
 
     function: Function
     x: Tensor
@@ -44,15 +45,15 @@ class Chain:
 
 
 def warm_up(device: torch.device) -> None:
-    """Let libraries load what they load at first use, which is in no budget."""
+    """Run a small chain, so that libraries load now what they load at first use."""
     run(Chain(torch.tanh, torch.ones(8, device=device), 2), device)
 
 
 def launch(budget: Budget) -> Found:
     """Seconds of one addition of 8 numbers that autograd records, and of its backward.
 
-    It is called as a stage's graph calls it, some in a row: what does next to nothing in a model
-    (views, additions) comes in groups of three to five between two matmuls.
+    Several additions run in a row, since in a model such cheap ops (views, additions) come in
+    groups of three to five between two matmuls.
     """
     add = torch.ops.aten.add.Tensor
 
@@ -68,11 +69,11 @@ def launch(budget: Budget) -> Found:
 
 
 GROUP = 4
-"""Ops in a row of which the launch is measured."""
+"""Additions in a row when launches are measured."""
 
 
 def kernels(names: Sequence[str], budget: Budget) -> dict[str, Found]:
-    """The pace of each of these ops: start and rate, forward and backward."""
+    """The pace of each of these ops: start and rate forward, then backward; within one budget."""
     pairs = [_pair(SUBJECTS[name], budget, len(names)) for name in names]
     found = _medians([chain for pair in pairs for chain in pair], budget, SHORT)
     return {
@@ -82,7 +83,11 @@ def kernels(names: Sequence[str], budget: Budget) -> dict[str, Found]:
 
 
 def _pair(subject: Subject, budget: Budget, of: int) -> tuple[Chain, Chain]:
-    """Chains of few rows and of many, or of as many as may be, of one of so many subjects."""
+    """A subject's chains of few rows and of many, or of as many as its share of the budget allows.
+
+    Args:
+        of: the number of subjects that share the budget.
+    """
     function, device = subject.function(budget.device), budget.device
     few, many = subject.rows
     sizes = [few]
@@ -97,14 +102,14 @@ def _pair(subject: Subject, budget: Budget, of: int) -> tuple[Chain, Chain]:
         return lambda: run(chain, device)
 
     x = rows(climb(len(sizes), one, 4, budget, budget.seconds / of).step)
-    # As much again stands between; ops that compute for long are not affected.
+    # The matmuls' results take as many bytes again. Ops bound by computing need no long chain.
     ops = OPS if subject.operations else max(1, COLD // 2 // x.nbytes)
     short, long = Chain(function, rows(0), OPS), Chain(function, x, ops)
     return _cut(short, budget, budget.share(of)), _cut(long, budget, budget.share(of))
 
 
 def _cut(chain: Chain, budget: Budget, share: float) -> Chain:
-    """The chain, with only as many ops as fit into the share."""
+    """The chain with only as many ops as run in `share` seconds."""
     single = replace(chain, ops=1)
     _, taken = climb(1, lambda _: lambda: run(single, budget.device), 1, budget, share)
     return replace(chain, ops=max(1, min(chain.ops, int(share / taken))))
@@ -131,13 +136,13 @@ def pace(few: float, short: float, many: float, long: float) -> Pace:
         return Pace(short)
     if many == few:
         return Pace(0.0, many / long)
-    # Noise can make few operations the slower ones; then all of it is start.
+    # By noise `short` may exceed `long`; the rate then takes a tenth of `long`.
     each = max(long - short, long / 10) / (many - few)
     return Pace(max(short - few * each, 0.0), 1 / each)
 
 
 def _medians(chains: Sequence[Chain], budget: Budget, window: float) -> list[Both]:
-    """Seconds of one function of each chain, and of its backward; the chains take turns."""
+    """Median seconds of one call in each chain, and of its backward; the chains take turns."""
 
     def repeated(chain: Chain) -> Callable[[], Both]:
         return lambda: repeat(chain, budget.device, window)
@@ -150,7 +155,7 @@ def _medians(chains: Sequence[Chain], budget: Budget, window: float) -> list[Bot
 
 
 def repeat(chain: Chain, device: torch.device, window: float) -> Both:
-    """Seconds of one function of a chain, and of its backward, from a whole window."""
+    """Seconds of one call in a chain, and of its backward, from `window` seconds of repetition."""
     begin = now(device)
     passes: list[Both] = []
     while not passes or now(device) - begin < window:
@@ -160,12 +165,12 @@ def repeat(chain: Chain, device: torch.device, window: float) -> Both:
 
 
 def run(chain: Chain, device: torch.device) -> Both:
-    """Seconds of all functions of a chain, and of their backwards."""
+    """Seconds of all calls in a chain, and of their backwards, without the matmuls."""
     return _among_matmuls(chain, device) if device.type == "cpu" else _queued(chain, device)
 
 
 def _queued(chain: Chain, device: torch.device) -> Both:
-    """All of a chain's functions, and their backwards: a device that queues has no time of one."""
+    """As `run` on a GPU, where work is queued: only the whole chain can be timed, not one op."""
     value = chain.x.detach().requires_grad_()
     begin = now(device)
     for _ in range(chain.ops):
@@ -176,14 +181,14 @@ def _queued(chain: Chain, device: torch.device) -> Both:
 
 
 TOKENS, WIDTH, TURNS = 128, 256, 8
-"""Of the matmuls between ops: small; their weights, 2 MiB, are more than a core's own cache."""
+"""Rows, width and number of the matmuls between ops; 2 MiB of weights exceed a core's cache."""
 
 
 def _among_matmuls(chain: Chain, device: torch.device) -> Both:
-    """The same, without the matmuls that stand between.
+    """As `run` on a CPU: each op is timed by itself, between two matmuls.
 
-    Autograd runs what was recorded last first, so that the matmul's gradient is asked for when the
-    function behind it is through. Hooks note when.
+    Autograd runs backward in the reverse order, so the gradient of a matmul's result arrives when
+    the op behind it is done. Hooks note the times.
     """
     weights = _weights(device)
     x, other = chain.x.detach().requires_grad_(), torch.ones(TOKENS, WIDTH, device=device)
@@ -205,7 +210,7 @@ def _among_matmuls(chain: Chain, device: torch.device) -> Both:
 
 @cache
 def _weights(device: torch.device) -> tuple[Tensor, ...]:
-    """With gradients to add to, as in all micro-batches but the first."""
+    """The matmuls' weights, with gradients to add to, as in all micro-batches but the first."""
     found = []
     for _ in range(TURNS):
         weight = (torch.randn(WIDTH, WIDTH, device=device) / WIDTH**0.5).requires_grad_()

@@ -1,21 +1,21 @@
-"""What a measuring process does: all processes measure the same figure at the same time.
+"""The processes that measure this machine: all of them measure the same figure at the same time.
 
     process 0   | fp32 | memory | launch | <--- messages ---> | gelu, tanh |
     process 1   | fp32 | memory | launch | <----------------- | gelu, tanh |   one median of each
     process 2   | fp32 | memory | launch | <--- messages ---> | gelu, tanh |   figure
     process 3   | fp32 | memory | launch | <----------------- | gelu, tanh |
-                       ^ gathered: nobody begins the next one before all are through
+                       ^ gathered: no process begins the next figure before all have this one
 
-So each gets the share of cores, caches and memory that it has when they train. A rate is work over
-the time of a whole *window*, long beside a time slice of the operating system: where processes
-share a core, single operations mostly run undisturbed and would say that each has the core for
-itself.
+So each process gets the share of cores, caches and memory that it has in training. A rate is work
+over the time of a whole *window*, much longer than a time slice of the operating system: where
+processes share a core, a single operation is mostly not interrupted, and its time would be that of
+a process with a core for itself.
 
-Each figure has a budget in seconds, and ends in about that time by itself. What processes do with
-each other goes on for as long as the slowest of them says.
+Each figure has a budget in seconds, and takes about that time. Messages and collectives between
+processes take as many turns as the slowest process has time for.
 
-torch is loaded once and the processes are forks of the one that has it; where a fork is not safe
-(on macOS) each loads it by itself. They load little else: see `COMMAND` of `runtime.probe.probe`.
+One process loads torch, and the others are forks of it; where a fork is not safe (on macOS) each
+process loads torch. They load little else: see `workers.command`.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ SECONDS = {
     COLLECTIVES: 0.8,
     **dict.fromkeys(KERNELS, 0.35),
 }
-"""The budget of each figure."""
+"""The budget of each figure, in seconds."""
 
 KERNELS_SECONDS = 4.0
-"""The most that kernels have together: they take turns."""
+"""The budget of all kernels together, in seconds at most: they take turns."""
 
 PATIENCE = 60.0
 """Seconds that a process waits for another one before it fails."""
 
 PREFIX = "figures: "
-"""Of a line that says what has been found; torch's libraries may write others."""
+"""The beginning of a line with figures; torch's libraries may write other lines."""
 
 TORCH = {
     "fp32": torch.float32,
@@ -79,14 +79,15 @@ TORCH = {
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured.
+    """A request to measure figures.
 
     Args:
-        figures: names, in order.
-        half: the second value of fp32 (`measured.Found`), where that is not measured too.
-        threads: of each process.
-        crowd: how many of them there are for each core.
-        folder: an empty one, in which several processes meet.
+        processes: how many processes measure at the same time.
+        figures: the names of the figures, in order.
+        half: the second value of fp32 (`measured.Found`), if fp32 is not measured too.
+        threads: the number of threads of each process.
+        crowd: the number of threads for each core.
+        folder: an empty folder, in which several processes meet.
     """
 
     processes: int
@@ -98,21 +99,21 @@ class Request:
 
 
 def groups(figures: Sequence[str]) -> list[tuple[str, ...]]:
-    """Figures that are measured in turns stand together: kernels in a row do."""
+    """Group the figures that are measured in turns: consecutive kernels. Others are alone."""
     kinds = groupby(figures, lambda name: KERNELS[0] if name in KERNELS else name)
     return [tuple(group) for _, group in kinds]
 
 
 def budget(group: Sequence[str]) -> float:
-    """Seconds that some figures may take together."""
+    """Seconds that a group of figures may take."""
     each = sum(SECONDS[name] for name in group)
     return min(each, KERNELS_SECONDS) if group[0] in KERNELS else each
 
 
 def main() -> None:
-    """Measure what the request on the command line asks for; a line on stdout a group of figures.
+    """Measure the figures of the request on the command line; print a line for each group of them.
 
-    A process that fails ends all, and is named on stderr.
+    If a process fails, all end, and stderr names that process.
     """
     request = codec.from_json(Request, json.loads(sys.argv[1]), "request")
     multiprocessing.set_start_method("fork" if sys.platform == "linux" else "spawn")
@@ -125,7 +126,7 @@ def main() -> None:
     while any(process.is_alive() for process in ranks):
         connection.wait([process.sentinel for process in ranks if process.is_alive()])
         ended = [(process.exitcode, rank) for rank, process in enumerate(ranks) if process.exitcode]
-        if ended:  # a killed one (below 0) first: its peers only missed it
+        if ended:  # a killed process (code below 0) comes first: its peers fail for lack of it
             code, rank = min(ended)
             sys.exit(f"process {rank} of {len(ranks)} ended with code {code}")
 
@@ -139,7 +140,7 @@ def _rank(rank: int, request: Request) -> None:
 
 
 LATER = 1.0
-"""Seconds that a process waits after it has lost another one, so that the other is named first."""
+"""Seconds that a failed process waits before it ends: a lost peer is then the first to be named."""
 
 
 def _take_part(rank: int, request: Request) -> None:
@@ -179,7 +180,7 @@ def _take_part(rank: int, request: Request) -> None:
 def _measure(
     group: tuple[str, ...], rank: int, request: Request, device: torch.device, half: float | None
 ) -> dict[str, Found]:
-    """This process's figures; empty if the device cannot do what is measured."""
+    """This process's figures of a group; without values if the device cannot run the ops."""
     name = group[0]
     if name in FIGURES:
         return {name: FIGURES[name](rank, request.processes, Budget(budget(group), device))}
@@ -195,7 +196,7 @@ def _measure(
 
 
 def _gathered(own: dict[str, Found], processes: int) -> list[dict[str, Found]]:
-    """The figures of all processes; none of them goes on before all have measured."""
+    """The figures of all processes, by rank; returns when all have measured."""
     if processes == 1:
         return [own]
     every: list[dict[str, Found]] = [{} for _ in range(processes)]
@@ -204,7 +205,7 @@ def _gathered(own: dict[str, Found], processes: int) -> list[dict[str, Found]]:
 
 
 def _median(found: Sequence[Found]) -> Found:
-    """Value by value, of those that have any."""
+    """The median of each value over the processes; without values if some process has none."""
     rough = next((one.rough for one in found if one.rough), "")
     if not all(one.values for one in found):
         return Found((), rough)
@@ -220,7 +221,10 @@ SMALL, LARGE = 2**10, 2**20
 
 
 def messages(rank: int, processes: int, limit: Budget) -> Found:
-    """Latency and bandwidth one way between processes 2i and 2i + 1, all pairs at once."""
+    """Latency in seconds, and bytes a second, one way between processes 2i and 2i + 1.
+
+    All pairs measure at once.
+    """
     partner = rank ^ 1
     first, second = (dist.send, dist.recv) if rank < partner else (dist.recv, dist.send)
 
@@ -239,14 +243,14 @@ def messages(rank: int, processes: int, limit: Budget) -> Found:
         size *= 4
     small, large = _together([there_and_back(SMALL), there_and_back(size)], limit)
     latency, whole = small / 2, large / 2
-    # Noise can make the small message the slower one; then its time is no latency to subtract.
+    # By noise the small message may be the slower one; then its time cannot be subtracted.
     transfer = max(whole - latency, whole / 10)
     late = "" if size == LARGE else f"out of time after messages of {size >> 10} KiB"
     return Found((latency, max(size - SMALL, SMALL) / transfer), late)
 
 
 def collectives(rank: int, processes: int, limit: Budget) -> Found:
-    """Seconds of an all-reduce, and of a reduce-scatter or an all-gather; of all processes."""
+    """Seconds of an all-reduce over all processes, and of a reduce-scatter or an all-gather."""
 
     def ops(size: int) -> list[Callable[[], object]]:
         own = torch.zeros(-(-size // (4 * processes)), device=limit.device)
@@ -281,7 +285,7 @@ def _together(ops: Sequence[Callable[[], object]], limit: Budget) -> list[float]
 
 
 def _timed(op: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Seconds of one call of several."""
+    """Mean seconds of a call, over `calls` calls."""
     begin = now(device)
     for _ in range(calls):
         op()
@@ -289,16 +293,17 @@ def _timed(op: Callable[[], object], calls: int, device: torch.device) -> float:
 
 
 def _agreed(op: Callable[[], object], limit: Budget) -> float:
-    """Seconds of one call in the process in which it takes longest: all know the same number.
+    """Seconds of a call in the slowest process; all processes get the same number.
 
-    The quickest of a few: the first one has more to do, and any may wait for its core.
+    Each process takes its quickest of a few calls: the first call has more to do, and any call may
+    wait for its core.
     """
     quickest = min(_timed(op, 1, limit.device) for _ in range(microbench.CALLS))
     return _slowest(quickest, limit.device)
 
 
 def _least(limit: Budget) -> float:
-    """Seconds that are left to the process that has the least."""
+    """The least seconds that any process has left."""
     return -_slowest(-limit.left, limit.device)
 
 
@@ -312,10 +317,10 @@ FIGURES: Mapping[str, Callable[[int, int, Budget], Found]] = {
     MESSAGES: messages,
     COLLECTIVES: collectives,
 }
-"""What several processes measure with each other."""
+"""The figures that several processes measure with each other."""
 
 ALONE: Mapping[str, Callable[[Budget], dict[str, Found]]] = {
     MEMORY: lambda limit: {MEMORY: microbench.memory(limit)},
     LAUNCH: lambda limit: {LAUNCH: chains.launch(limit)},
 }
-"""What each of them measures by itself, beside matmuls and kernels."""
+"""The figures that each process measures by itself, beside matmuls and kernels."""

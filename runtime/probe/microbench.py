@@ -1,22 +1,22 @@
-"""Measures how fast one process computes: matmuls, memory, and ops that are as fast as neither.
+"""Measures how fast one process computes: matmuls, memory, and ops bound by neither of these.
 
     matmul of (m, k) @ (k, n)    rate * m / (m + h) * k / (k + h) * n / (n + h)     h, rate fitted
                                  to linear layers, forward and backward: three of the same dims
     any other op                 start + operations / rate            from a small and a large one
 
-What is measured is what a model does: results are allocated, weights come from memory and not from
-a cache, autograd records. An op is measured in a chain of itself (`runtime.probe.chains`): one that
-follows itself starts in half the time, and asking autograd for its backward counts once for many.
+An op is measured as a model runs it: its result is allocated, weights come from memory and not from
+a cache, autograd records. Most ops are measured in a chain of themselves (`runtime.probe.chains`),
+so that the cost of starting autograd's backward is shared by many ops.
 
-A shared machine is a tenth quicker in one second than in the next, and what is compared is measured
-in turns, so that a slow second is in every figure alike:
+A shared machine may be a tenth quicker in one second than in the next. So figures that are compared
+are measured in turns, and a slow second affects all of them:
 
     turn     0 (warms up)    1          2                 each figure: the median of its column
              a  b  c  d      a b c d    a b c d    ...    until the budget is used up
 
-Nothing is begun that would not end in time. Sizes climb from small ones, as long as each step
-foretells that the next one fits into the budget; what has not climbed to its size is measured at
-the one that it has reached, and says so.
+Nothing is begun that would not end in time. A size grows from a small one, as long as the time of
+each size foretells that the next one fits into the budget. A figure that has not reached its full
+size is measured at the size that it has reached, and marked as rough.
 """
 
 from __future__ import annotations
@@ -43,25 +43,27 @@ TURNS = 5
 """Turns of which the median is taken, after one to warm up; fewer where time is short."""
 
 COLD = 2**26
-"""Bytes of weights that are used in turn, or of a chain: more than a core's share of the caches."""
+"""Bytes of the weights that matmuls use in turn, or of a chain: more than a core's caches hold."""
 
 
 def now(device: torch.device) -> float:
-    """The clock, once all that was asked of `device` is done."""
+    """The time in seconds, once `device` has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class Budget:
-    """So many seconds from now on, for what is done on a device.
+    """A number of seconds from now on for measuring on a device.
 
-    They are seconds at this process's share of the cores. While others have the cores too, they
-    count up to `STRETCH` times as slowly: what the machine's own load delays is not cut short.
+    They are seconds with this process's share of the cores. While other processes take the cores,
+    the budget's clock runs up to `STRETCH` times as slowly, so that their load cuts nothing short.
 
     Args:
-        crowd: how many times as long as with a core for itself a process is to take; None: only
-            the clock on the wall counts, as where processes wait for each other.
+        seconds: the budget.
+        device: its work counts as well as the host's.
+        crowd: how many times longer a process takes with its share of the cores than with a core of
+            its own; None: wall-clock time counts, as where processes wait for each other.
     """
 
     def __init__(self, seconds: float, device: torch.device, crowd: float | None = None) -> None:
@@ -79,33 +81,34 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds until it is used up; less than 0 where it was overdrawn."""
+        """Seconds until it is used up; negative if it is overdrawn."""
         return self.seconds - self._since(self._began)
 
     def share(self, ops: int) -> float:
-        """Seconds that one of so many ops may take each turn."""
+        """Seconds that each of `ops` ops may take in a turn."""
         return self.seconds / ops / (TURNS + 1)
 
     def taken(self, op: Callable[[], object]) -> float:
-        """Seconds of one call."""
+        """Call `op`; returns the seconds that it took on this budget's clock."""
         before = self._clocks()
         op()
         return self._since(before)
 
 
 STRETCH = 3.0
-"""Times as long as foreseen that everything may take on a machine that is busy otherwise."""
+"""The factor by which a budget may be exceeded on a machine that is busy with other work."""
 
 
 def in_turns(
     ops: Sequence[Callable[[], T]], budget: Budget, foretold: Sequence[float] = ()
 ) -> list[list[T]]:
-    """What each op gives, turn by turn; that of the first turn is left out where there are more.
+    """Call the ops in turns; returns the results of each op.
 
-    An op that takes longer than what is left of the budget has had its last turn.
+    The first turn's results are left out if an op had more turns. An op gets no further turn if it
+    would take longer than the budget has left.
 
     Args:
-        foretold: seconds that each will take; without them each has one turn in any case.
+        foretold: the seconds that each op will take; empty: each op gets at least one turn.
     """
     found: list[list[T]] = [[] for _ in ops]
     took = [*foretold] or [-math.inf for _ in ops]
@@ -119,9 +122,9 @@ def in_turns(
 
 
 def window(op: Callable[[], object], seconds: float, device: torch.device) -> float:
-    """Seconds of one call of `op`, repeated for so many seconds; called at least once."""
+    """Mean seconds of a call of `op`, which is called at least once and for `seconds` seconds."""
     begin, calls = now(device), 0
-    # Asked of the device each time: a GPU's queue takes seconds of work in a millisecond.
+    # `now` waits for the device each time: else a GPU's queue would get seconds of work in 1 ms.
     while not calls or now(device) - begin < seconds:
         op()
         calls += 1
@@ -129,7 +132,7 @@ def window(op: Callable[[], object], seconds: float, device: torch.device) -> fl
 
 
 class Reached(NamedTuple):
-    """How far a size has climbed, and the seconds of one call there."""
+    """The last step that a size has reached, and the seconds of one call there."""
 
     step: int
     seconds: float
@@ -142,16 +145,19 @@ def climb(
     budget: Budget,
     most: float,
 ) -> Reached:
-    """Call `op(0)`, `op(1)`, ... as long as the next one is foretold to take less than `most`.
+    """Call `op(0)()`, `op(1)()`, ... while the next one is foretold to take less than `most`.
 
     Args:
-        growth: how many times as long a step takes as the one before it.
+        steps: how many steps there are.
+        op: makes the op of a step.
+        growth: how many times longer a step takes than the one before it.
+        most: seconds.
     """
     for step in range(steps):
         run = op(step)
         calls = [budget.taken(run)]
         while len(calls) < CALLS and sum(calls) + min(calls) < most:
-            calls.append(budget.taken(run))  # the first one has more to do
+            calls.append(budget.taken(run))  # the first call has more to do
         taken = min(calls)
         if min(most, budget.left) < taken * growth:
             break
@@ -159,7 +165,7 @@ def climb(
 
 
 CALLS = 3
-"""Of a step, of which the quickest foretells the next."""
+"""Calls of a step, of which the quickest foretells the time of the next step."""
 
 # --- Matmuls -------------------------------------------------------------------------------------
 
@@ -167,16 +173,20 @@ Dims = tuple[int, int, int]
 
 ON_CPU: tuple[Dims, ...] = ((32, 1024, 1024), (128, 256, 256), (256, 384, 1536), (1024, 768, 768))
 ON_GPU: tuple[Dims, ...] = ((16384, 2048, 2048), (4096, 4096, 4096), (8192, 4096, 16384))
-"""Large ones: of a layer of 256 rows an H200 spends all its time on starts, which are measured
-apart, and a rate that was fitted through it made layers of 16,384 rows 1.2 to 3.9 times as long as
-they are; through these, of 16,384 x 2048 x 5632 and larger ones, it is within 7 %."""
+"""The (m, k, n) measured on a GPU, all large. An H200 spends its time in a layer of 256 rows on
+launches, which are measured apart: a rate that was fitted to it made layers of 16,384 rows 1.2 to
+3.9 times too long. The rate fitted to these is within 7 % from 16,384 x 2048 x 5632 on."""
 
 SCALES = (16, 8, 4, 2, 1)
-"""By which dims are divided first, and in the end."""
+"""Divisors of the dims, from the first size to the full one."""
 
 
 def matmuls(dtype: torch.dtype, budget: Budget, half: float | None = None) -> Found:
-    """Operations a second of large matmuls, and the dim that halves them; `half` if it is known."""
+    """Operations a second of large matmuls, and the dim at which the rate is half of that.
+
+    Args:
+        half: that dim, if it is known already.
+    """
     sizes = ON_CPU if budget.device.type == "cpu" else ON_GPU
     reached = [_reached(dims, dtype, budget) for dims in sizes]
     whole = [found for dims, found in zip(sizes, reached, strict=True) if dims == found[0]]
@@ -186,7 +196,7 @@ def matmuls(dtype: torch.dtype, budget: Budget, half: float | None = None) -> Fo
         for (dims, _), count in zip(whole, layers, strict=True)
     ]
     foretold = [count * taken for (_, taken), count in zip(whole, layers, strict=True)]
-    # What there was no time for has been called when it had climbed to its size.
+    # A layer without a turn for lack of time has the seconds of its last step.
     found = [
         (dims, statistics.median(turns) / count if turns else taken)
         for (dims, taken), count, turns in zip(
@@ -201,13 +211,13 @@ def matmuls(dtype: torch.dtype, budget: Budget, half: float | None = None) -> Fo
 
 
 def _window_of(make: Callable[[], Callable[[], object]], budget: Budget) -> Callable[[], float]:
-    """A window of what is made when it is called first: its tensors take their time, too."""
+    """A function that measures a window of an op, and makes the op's tensors when first called."""
     made = cache(make)
     return lambda: window(made(), WINDOW, budget.device)
 
 
 def _reached(dims: Dims, dtype: torch.dtype, budget: Budget) -> tuple[Dims, float]:
-    """The dims to which a layer has climbed, and its seconds, forward and backward."""
+    """The dims that a layer has reached, and its seconds, forward and backward together."""
 
     def scaled(step: int) -> Dims:
         m, k, n = (max(1, dim // SCALES[step]) for dim in dims)
@@ -221,22 +231,22 @@ def _reached(dims: Dims, dtype: torch.dtype, budget: Budget) -> tuple[Dims, floa
 
 
 SHARE = 4
-"""One layer may take this part of the budget: there are as many sizes, and most take less."""
+"""One layer may take 1 / SHARE of the budget to reach its size."""
 
 LAYERS = 4
-"""Linear layers of which one call is made: three matmuls each, of the same dims in other places."""
+"""Linear layers in one call; each has three matmuls, with the same three dims in other roles."""
 
 
 def _layers(
     dims: Dims, dtype: torch.dtype, device: torch.device, layers: int, *, cold: bool = True
 ) -> Callable[[], object]:
-    """Forward and backward of some layers. Nothing is added to gradients: costs have that apart."""
+    """Forward and backward of some layers, without sums of gradients: costs count these apart."""
     m, k, n = dims
     x = torch.randn(m, k, dtype=dtype, device=device, requires_grad=True)
     gradient = torch.randn(m, n, dtype=dtype, device=device)
     bias = torch.zeros(n, dtype=dtype, device=device, requires_grad=True)
     turns = -(-COLD // (layers * k * n * dtype.itemsize)) if cold else 1
-    # Noise for each of them would take as long as all that is measured.
+    # To draw each weight by itself would take as long as the measurement.
     weights = torch.randn(n, k, dtype=dtype, device=device).repeat(turns, layers, 1, 1)
     own = [[weight.requires_grad_() for weight in some] for some in weights]
     turn = count()
@@ -271,11 +281,11 @@ HALVES = [0.0, *(2 ** (n / 4) for n in range(45))]
 # --- Memory --------------------------------------------------------------------------------------
 
 BYTES = tuple(2**power for power in (20, 22, 24, 26))
-"""Of each of three tensors; on a GPU four times as many. The last ones are in no cache."""
+"""Bytes of each of three tensors, on a GPU four times as many. The largest fit into no cache."""
 
 
 def memory(budget: Budget) -> Found:
-    """Bytes a second of an addition that reads two tensors and writes one, none in a cache."""
+    """Bytes a second of an addition that reads two tensors and writes a third, all from memory."""
     times = 1 if budget.device.type == "cpu" else 4
 
     def addition(step: int) -> Callable[[], object]:

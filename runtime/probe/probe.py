@@ -5,7 +5,7 @@
                               +----- yes --------------+------- an estimate -------+
 
 The record is a file, one for each processor, number of cores and processes, GPU and torch version.
-An error here never ends the caller: it learns which figures are estimates.
+A figure that cannot be measured is estimated, and marked as rough, instead of an error.
 """
 
 from __future__ import annotations
@@ -45,24 +45,25 @@ from autopipe.util.numbers import count
 from autopipe.util.progress import Say
 
 METHOD = "5"
-"""The version of the way of measuring: records of another version are measured anew."""
+"""The version of the measuring method: figures in records of another version are measured anew."""
 
 QUICK = 0.5
-"""Seconds for each figure that this process looks at itself, where no other one could."""
+"""Seconds for each figure that this process measures itself, after the other processes failed."""
 
 LATENCY, OF_MEMORY = 1e-4, 1 / 4
-"""A link between processes that could not be measured: seconds, and the part of memory's bandwidth
-(gloo on one host, 2-core VM, 2026-11)."""
+"""Estimates for a link that could not be measured: its latency in seconds, and its bandwidth as a
+share of the memory's (gloo on one host, 2-core VM, 2026-11)."""
 
 SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE")
-"""Variables by which a user decides how fast torch computes."""
+"""Environment variables that change how fast torch computes."""
 
 
 def this_machine(processes: int | None = None, *, cpu: bool = False) -> LocalSpec:
-    """So many processes here; None: as many as it is for, one a GPU, or 2 on its processor.
+    """This machine with a number of processes.
 
     Args:
-        cpu: on its processor, whether or not it has GPUs.
+        processes: how many; None: one for each GPU, or 2 on its processor.
+        cpu: run on its processor, whether or not it has GPUs.
 
     Raises:
         AutopipeError: more processes than one machine has a use for.
@@ -81,24 +82,25 @@ def local_cluster(
     again: bool = False,
     estimate: bool = True,
 ) -> Cluster:
-    """This machine as a cluster of a device a process; measured as far as it was not before.
+    """This machine as a cluster with one device for each process; measures missing figures.
 
-    On a machine with GPUs there is one process a GPU. Without, or where the processor is asked for,
-    each process has an equal part of the cores and is said to have an equal part of the installed
-    memory, whatever else may be using it. A single process has no link: its own memory stands for
-    it.
+    On a machine with GPUs each process has a GPU. Without GPUs, or if the processor is asked for,
+    each process counts as a device with an equal share of the cores and of the installed memory,
+    whatever other programs use. A single process has no link; its memory's rate stands in for one.
 
-    What was measured is kept in `$XDG_CACHE_HOME/autopipe` or `~/.cache/autopipe`. What cannot be
-    measured is estimated, and `Device.rough` says so.
+    Figures are kept in `$XDG_CACHE_HOME/autopipe` or `~/.cache/autopipe`. A figure that cannot be
+    measured is estimated, and `Device.rough` names it.
 
     Args:
-        need: the figures that matter.
-        again: measure those that are known, too.
-        estimate: go on even if nothing could be measured.
+        local: this machine, with its number of processes.
+        say: called with lines for the user; None: there are none.
+        need: the figures to measure.
+        again: also measure figures that the record has.
+        estimate: return estimates if nothing could be measured, instead of an error.
 
     Raises:
         AutopipeError: less than one process, or more than there are GPUs.
-        LaunchError: nothing could be measured, and no estimate will do.
+        LaunchError: nothing could be measured, and `estimate` is False.
     """
     say = say or _silent
     key = _key(local)
@@ -128,7 +130,7 @@ def local_cluster(
 
 
 def probe(processes: int, say: Say | None = None) -> tuple[Device, Link]:
-    """Everything of this machine, measured now and not kept.
+    """Measure all figures of this machine now, and keep none in the record.
 
     Raises:
         AutopipeError: less than one process, or more than there are GPUs.
@@ -161,7 +163,7 @@ def _names(need: Need, local: LocalSpec) -> tuple[str, ...]:
 def _missing(
     known: Mapping[str, Found], names: tuple[str, ...], local: LocalSpec, say: Say
 ) -> dict[str, Found]:
-    """What is not known yet, measured."""
+    """Measure the figures that are not known yet."""
     half = known[DTYPES[0]].values[1] if DTYPES[0] in known else None
     return measure(local, [name for name in names if name not in known], half, say)
 
@@ -183,11 +185,11 @@ def _cluster(
 
 
 def _stand_ins(known: Mapping[str, Found], local: LocalSpec) -> dict[str, Found]:
-    """Estimates of the figures that no cluster can be without, each with what it is."""
+    """Estimates of the figures that every cluster needs, each with a note of its origin."""
     lost = {name: found.rough for name, found in known.items() if not found.values}
     stand_ins: dict[str, Found] = {}
     device = torch.device("cuda" if _gpus(local) else "cpu")
-    # Several processes would share the cores that this one has for itself.
+    # This process measures alone; in training several share the cores.
     crowd = 1.0 if device.type == "cuda" else max(1.0, local.processes / cores())
     looks: dict[str, Callable[[microbench.Budget], Found]] = {
         DTYPES[0]: lambda budget: microbench.matmuls(torch.float32, budget),
@@ -221,7 +223,7 @@ def _stand_ins(known: Mapping[str, Found], local: LocalSpec) -> dict[str, Found]
 def _key(local: LocalSpec) -> dict[str, str]:
     """The circumstances in which a measurement holds.
 
-    Those of a processor are the same beside GPUs as without any.
+    For a measurement of the processor the machine's GPUs make no difference.
     """
     settings = (f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name))
     return {
@@ -255,7 +257,7 @@ def _cache_path(key: dict[str, str]) -> Path | None:
 
 
 def _read(path: Path | None, key: dict[str, str]) -> Record:
-    """What is known under these circumstances; nothing from a file that no machine can have."""
+    """The record for these circumstances; empty if the file has impossible contents."""
     nothing = Record(key)
     try:
         found = checked(codec.load(Record, path, root="record")) if path else nothing

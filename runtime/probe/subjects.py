@@ -23,9 +23,9 @@ class Subject:
 
     Args:
         make: the function, of one tensor to another of the same shape.
-        rows: few, which is nearly all start, and many.
-        operations: of a row, forward and backward; None: one an element.
-        dtype: of the tensors, and of the function's parameters.
+        rows: few rows, whose time is nearly all start, and many.
+        operations: those of a row, (forward, backward); None: one for each element.
+        dtype: the dtype of the tensors and of the function's parameters.
     """
 
     make: Callable[[torch.device], Function]
@@ -79,7 +79,7 @@ def _attention(*, causal: bool = False, dropout: float = 0.0) -> Callable[[torch
 
 
 def _entropy(device: torch.device) -> Function:
-    """Of 512 classes; the result is spread over the logits' shape again, at no cost."""
+    """A cross-entropy of 512 classes; its result is expanded to the logits' shape, at no cost."""
 
     def run(x: Tensor) -> Tensor:
         targets = torch.zeros(len(x), dtype=torch.int64, device=device)

@@ -3,8 +3,8 @@
     this process  --request-->  one with torch --fork--> rank 0, rank 1, ...     `measuring`
                   <--a line a group of figures---------- rank 0
 
-Whatever happens there, this process goes on: a group of figures that ends the others, or overdraws
-its budget by far, is left out, and what has not been measured yet is asked for once more.
+Whatever happens there, this process goes on. A group of figures whose processes die, or that takes
+far longer than its budget, is left out; the remaining groups are requested once more.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from autopipe.util import codec
 from autopipe.util.progress import Say, phase
 
 STARTING = 30.0
-"""Seconds in which torch is loaded and all processes have met."""
+"""Seconds in which torch has to be loaded and all processes have to have met."""
 
 GRACE = 10.0
-"""Seconds that figures may take beyond their budget: what has begun cannot be called off."""
+"""Seconds that figures may take beyond their budget: an op that has begun cannot be stopped."""
 
 AGAIN = 30.0
-"""Seconds after which nothing is asked for once more."""
+"""Seconds after which remaining groups are not requested again."""
 
 _HOME = Path(autopipe.__file__).resolve().parents[1]
 
 
 def command(program: str) -> tuple[str, ...]:
-    """What runs a program that knows `probe.measuring`; it takes a request as an argument."""
+    """The command that runs a Python program with autopipe; a request is appended to it."""
     begin = "import sys; sys.path.insert(0, sys.argv.pop(1))\n"
     begin += "from autopipe.runtime.probe import measuring\n"
     return sys.executable, "-P", "-c", begin + program, str(_HOME)
@@ -66,16 +66,18 @@ COMMAND = command("measuring.main()")
 _ENDED = re.compile(r"process \d+ of \d+ ended with code (?P<signal>-?)\d+$")
 
 _OF_A_PEER = "gloo/transport"
-"""In the complaint of a process whose peer has gone: that is no cause."""
+"""A part of the error of a process that has lost its peer; such an error is no cause."""
 
 
 def measure(
     local: LocalSpec, names: Sequence[str], half: float | None, say: Say
 ) -> dict[str, Found]:
-    """The figures, measured by all processes at once; those that could not be have no values.
+    """Measure figures by all processes at once; a figure that could not be measured has no values.
 
     Args:
-        half: the second value of fp32 (`measured.Found`), where that is not asked for.
+        local: this machine, with its number of processes.
+        names: the figures.
+        half: the second value of fp32 (`measured.Found`), if fp32 is not among the figures.
     """
     say(_heading(local.processes, sum(budget(group) for group in groups(names))))
     found: dict[str, Found] = {}
@@ -110,7 +112,7 @@ class _Never(LaunchError):
 def _answers(
     local: LocalSpec, left: Sequence[tuple[str, ...]], half: float | None
 ) -> Iterator[dict[str, Found]]:
-    """What is found, group after group.
+    """The figures of each group, as soon as they are measured.
 
     Raises:
         LaunchError: a process ended badly, or took far too long; all are stopped.
@@ -132,7 +134,7 @@ def _answers(
 def _begun(
     request: Request, log: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process that starts the others; within the block, and no longer."""
+    """Within, the process that starts the measuring processes runs; afterwards all are ended."""
     with open(log, "wb") as errors:
         worker = subprocess.Popen(
             [*COMMAND, json.dumps(asdict(request))],
@@ -140,7 +142,7 @@ def _begun(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            start_new_session=True,  # Ctrl-C is for this process alone, which ends the others
+            start_new_session=True,  # Ctrl-C reaches this process alone, which ends the others
         )
     with worker:
         try:
@@ -153,13 +155,13 @@ def _begun(
 def _read(
     worker: subprocess.Popen[bytes], log: Path, left: Sequence[tuple[str, ...]]
 ) -> Iterator[dict[str, Found]]:
-    """A group's figures as soon as they are there.
+    """Read the figures of each group from the worker's stdout.
 
     Raises:
-        LaunchError: they will not be.
+        LaunchError: the worker has ended early, or is too late.
     """
     assert worker.stdout is not None
-    # The first line says that all have begun.
+    # The first line, without figures, says that all processes have begun.
     waits = [
         ("start", STARTING),
         *((_short(group), STRETCH * budget(group) + GRACE) for group in left),
@@ -189,10 +191,10 @@ _PATTERN = re.compile(rb"^" + PREFIX.encode() + rb"(.*)\n", re.MULTILINE)
 
 
 def _last(log: Path) -> str:
-    """The sentence with which processes ended."""
+    """The last error in the processes' log, as a sentence."""
     lines = log.read_text(errors="replace").splitlines()
     ended = next(filter(None, map(_ENDED.match, lines)), None)
-    if ended is not None and ended["signal"]:  # who is killed says nothing
+    if ended is not None and ended["signal"]:  # a killed process has left no error
         return ended[0]
     others = [
         line for line in lines if line.strip() and not _ENDED.match(line) and _OF_A_PEER not in line
@@ -209,18 +211,18 @@ def cores() -> int:
 
 
 def _environment(threads: int, cpu: bool) -> dict[str, str]:
-    """The environment of what measures: autopipe can be imported, and gloo talks over loopback.
+    """The environment of the measuring processes: the path to autopipe, threads, and loopback.
 
     Args:
-        cpu: the processor is to be measured, whatever GPUs there are.
+        cpu: hide the GPUs, so that the processor is measured.
     """
     environment = dict(os.environ)
     path = (str(_HOME), environment.get("PYTHONPATH"))
     environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
     environment["OMP_NUM_THREADS"] = str(threads)
     if cpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # to torch there it is a machine without GPUs
-    # Else gloo looks up the name of the host, which not every machine can answer.
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # torch there sees a machine without GPUs
+    # Without it gloo resolves the name of the host, which fails on some machines.
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         environment["GLOO_SOCKET_IFNAME"] = loopback[0]
@@ -242,11 +244,11 @@ def _heading(processes: int, seconds: float) -> str:
 
 
 LOADING = 3.0
-"""Seconds that it takes to load torch, of what one is told."""
+"""Seconds that loading torch takes, for the time that the user is told."""
 
 
 def _told(found: Mapping[str, Found]) -> Iterator[str]:
-    """A line for people of each figure, and one for all kernels."""
+    """A line of text for each figure, and one for all kernels."""
     kernels = [name for name in found if name in KERNELS and found[name].values]
     if kernels:
         yield f"by themselves: {', '.join(kernels)}"
