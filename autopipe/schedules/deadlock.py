@@ -1,17 +1,19 @@
 """The proof, before anything starts, that programs run to their end and swap no tensors.
 
-First the rules that take no walk (`schedules.validate`): each program whole by itself, both ends of
-a channel in the same order. Then the graph of waits (`schedules.event_graph`): it runs to its end,
-or what is left holds a circle, which is the deadlock and is followed in words. A transport that
-buffers or completes early only takes edges away from that graph, hence the proof holds for gloo,
-for NCCL with one communicator per channel, and for queues between threads. REDUCE and STEP add no
-edges: sums wait for each other only in STEP, after which no rank has anything to do. Under ZeRO-2
-and 3 replicas also wait for each other within a step, to scatter gradients and to gather
-parameters; they run equal programs, so an order of one is an order of all.
+First `schedules.validate` checks the rules that need no graph: each program is complete, and both
+ends of a channel have the same order. Then the graph of waits (`schedules.event_graph`) is walked:
+the walk comes to its end, or the instructions that are left wait for each other in a circle. That
+is the deadlock, and the error follows it in words.
 
-Why channels are not to share a communicator. Receives are posted ahead, so of two transfers in
-opposite directions each rank has its receive in line before its send; a lane that runs them in
-that order waits on both sides for the other:
+A transport that buffers or completes early only removes edges from that graph. So the proof holds
+for gloo, for NCCL with one communicator per channel, and for queues between threads. REDUCE and
+STEP add no edges: sums wait for each other only in STEP, the last instruction of a rank. Under
+ZeRO-2 and 3 replicas also wait for each other within a step, to scatter gradients and to gather
+parameters; as they run equal programs, they do so in the same order.
+
+Channels must not share a communicator. Receives are posted ahead, so of two transfers in opposite
+directions each rank issues its receive before its send; on a shared lane, which runs them in that
+order, both ranks wait for each other:
 
     rank 0   lane: POST_B0  SEND_F0        for B0 rank 1 has to run F0 ...
     rank 1   lane: POST_F0  SEND_B0        ... which is behind B0 on rank 0
@@ -51,14 +53,14 @@ def check(
     The time it takes is linear in the number of instructions: about a microsecond for each.
 
     Args:
-        lanes: for a transport whose channels share lanes; else each channel is a lane of its own.
-            Stages on one rank need no transport, so channels between them are always apart.
-        placed: the rank of each stage, where a rank may have nothing to do; None: as `holders`.
+        lanes: the lane of each channel; None: each channel is a lane of its own. A channel between
+            stages on one rank needs no transport, and never shares a lane.
+        placed: the rank of each stage, if a rank may have nothing to do; None: as `holders`.
 
     Raises:
-        ScheduleError: one sentence that names ranks and instructions. One stands twice, on two
-            ranks or on the wrong side of another; a transfer has one end; two ends of a channel
-            are in different orders; or there is a deadlock, and its circle is followed:
+        ScheduleError: one sentence that names ranks and instructions. An instruction stands twice,
+            on two ranks or on the wrong side of another; a transfer has one end; two ends of a
+            channel have different orders; or there is a deadlock:
 
                 deadlock: rank 0 waits at 0WAIT_B0<1 for 1SEND_B0>0, which comes after 1WAIT_F1<0
                 of rank 1; rank 1 waits at 1WAIT_F1<0 for 0SEND_F1>1, which comes after 0WAIT_B0<1
@@ -108,7 +110,7 @@ def graph(
 
 
 def _shared(graph: EventGraph, lanes: Lanes) -> list[tuple[int, int]]:
-    """Which transfer comes right after which on a lane of one of its two ranks."""
+    """The pairs of transfers of which one directly follows the other on a lane of some rank."""
     found = []
     for program, numbers in zip(graph.programs, graph.numbers, strict=True):
         last: dict[Hashable, int] = {}
@@ -122,7 +124,7 @@ def _shared(graph: EventGraph, lanes: Lanes) -> list[tuple[int, int]]:
 
 
 def _on_lane(graph: EventGraph, instruction: Instruction) -> bool:
-    """Whether this is an end of a transfer that leaves its rank: others need no transport."""
+    """Whether an instruction is an end of a transfer between two ranks."""
     if instruction.kind is not Kind.SEND and instruction.kind is not Kind.POST:
         return False
     source, target, _ = instruction.channel
@@ -148,10 +150,10 @@ _Transfer = tuple[Channel, int]
 
 
 def _circle(graph: EventGraph, found: Walk, lanes: Lanes | None) -> list[str]:
-    """Who waits for whom around the circle, from its lowest rank.
+    """The waits around the circle in words, from its lowest rank.
 
-    Whoever is left, a rank at its WAIT or FREE or a transfer in its lane, waits for another that is
-    left: following them from anywhere comes back to one already met.
+    Each rank that is left (at a WAIT or a FREE) and each transfer that is left (in its lane) waits
+    for another rank or transfer that is left. To follow these waits leads into a circle.
     """
     at = {
         rank: program[len(done)]
@@ -166,7 +168,7 @@ def _circle(graph: EventGraph, found: Walk, lanes: Lanes | None) -> list[str]:
     }
 
     def blame(waiting: int | _Transfer) -> tuple[int | _Transfer, Instruction, str]:
-        """Whom a rank or a transfer waits for, by what instruction, and where that stands."""
+        """The rank or transfer that `waiting` waits for, the instruction, and where it stands."""
         if isinstance(waiting, int):
             channel, k = at[waiting].channel, at[waiting].microbatch
         else:

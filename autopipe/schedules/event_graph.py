@@ -22,9 +22,9 @@ With `Delays` the same walk tells the time of everything, that is the longest pa
 A wire is an ordered pair of ranks; it carries one tensor at a time, in the order in which they
 become ready. Two stages on one rank have no wire between them: their transfers take no time.
 
-REDUCE starts a sum when the compute instruction after it ends. That is a first approximation from
-above: a sum that goes bucket by bucket has its first buckets over by then. A rank's sums follow
-each other, beside everything else; STEP ends when they have.
+REDUCE starts a sum when the compute instruction after it ends. That is an upper bound: a sum that
+goes bucket by bucket has finished its first buckets by then. A rank's sums follow each other and
+run beside everything else; STEP ends after the last of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from autopipe.schedules.instructions import Channel, Kind, Programs
 from autopipe.schedules.validate import ProgramTable
 
 COMPUTE, SEND, POST, WAIT, FREE, REDUCE, STEP = range(7)
-"""What an instruction is to the walk."""
+"""The kinds of instructions that the walk distinguishes."""
 
 NEVER = math.inf
 
@@ -63,11 +63,11 @@ class EventGraph:
     """Programs whose transfers are numbered, a channel's in the order in which they are issued.
 
     Args:
-        programs: as they were given.
-        tables: the same as arrays.
+        programs: the programs.
+        tables: the programs as arrays.
         holder: the rank of each stage.
-        codes: per rank, what each instruction is to the walk.
-        numbers: per rank, the number of each instruction's transfer; 0 where it has none.
+        codes: per rank, the kind of each instruction: COMPUTE, SEND, ...
+        numbers: per rank, the number of each instruction's transfer; 0 if it has none.
         channels: the channels that are used.
         transfers: by number, the index of a transfer's channel and its micro-batch.
         lanes: transfers that must be over before another starts on the same lane, as pairs.
@@ -85,12 +85,12 @@ class EventGraph:
 
 @dataclass(frozen=True, eq=False)
 class Delays:
-    """Seconds of everything in a `EventGraph`.
+    """Seconds of the instructions and transfers of an `EventGraph`.
 
     Args:
-        instructions: per rank, of each instruction; what a REDUCE has is its sum's.
-        latency: of each channel, one way.
-        carrying: of each channel, how long one of its tensors occupies the wire.
+        instructions: per rank, the seconds of each instruction; a REDUCE has those of its sum.
+        latency: for each channel, seconds one way.
+        carrying: for each channel, the seconds for which one of its tensors occupies the wire.
     """
 
     instructions: Sequence[Iterable[float]]
@@ -103,8 +103,8 @@ class Walk:
     """How far the programs came, and when, in seconds from the start.
 
     Args:
-        ends: per rank, of each instruction that it came to the end of.
-        starts, sent, arrived: of each transfer by number; `NEVER` if it did not happen.
+        ends: per rank, the end of each instruction that it finished.
+        starts, sent, arrived: for each transfer by number; `NEVER` if it did not happen.
         sums: per rank, the start and the end of each REDUCE's sum, in order.
     """
 
@@ -118,9 +118,10 @@ class Walk:
 def walk(graph: EventGraph, delays: Delays | None = None) -> Walk:
     """Run every program as far as it goes; without `delays` nothing takes time.
 
-    Each rank is a generator that runs its program and yields the transfer it has to wait for. When
-    no rank can go on, the transfer that is ready first happens and wakes who waits for it: whatever
-    becomes ready later does so at a later time, so wires serve in the right order.
+    Each rank is a generator that runs its program and yields the transfers that it has to wait for.
+    When no rank can go on, the transfer that is ready first happens and wakes the ranks that wait
+    for it. Transfers that this makes ready are ready at a later time, so each wire carries its
+    transfers in the right order.
     """
     delays = delays or _no_delays(graph)
     waiting, carrying = _Pending(graph), delays.carrying
@@ -164,7 +165,7 @@ class _Pending:
 
     Attributes:
         queue: transfers that can start, by the time from which they can.
-        following: the transfers that each lets go ahead on a lane.
+        following: for each transfer, those that wait for it on a lane.
     """
 
     def __init__(self, graph: EventGraph) -> None:
@@ -178,7 +179,7 @@ class _Pending:
             self.missing[after] += 1
 
     def offer(self, number: int, time: float) -> None:
-        """One of what a transfer waits for is there."""
+        """Note that one of the events that a transfer waits for has happened, at `time`."""
         if time > self.ready[number]:
             self.ready[number] = time
         self.missing[number] -= 1

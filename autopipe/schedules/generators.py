@@ -1,13 +1,13 @@
 """The schedules: which micro-batch a rank computes when, each as a short function with its picture.
 
 A generator is a pure function of the number of ranks and of micro-batches. It writes compute alone;
-`schedules.transfers` adds what moves tensors. Where a rank has one stage, rank r has stage r.
+`schedules.transfers` adds transfers. If each rank has one stage, rank r has stage r.
 
-All of them run the backwards of a stage in the order of the micro-batches, and so its backwards for
-weights. Gradients are sums of floats, so the order is part of the result: every schedule, and one
-process that takes the micro-batches in turn, gives the same bits.
+All schedules run the backwards of a stage, and its backwards for weights, in the order of the
+micro-batches. Gradients are sums of floats, so the order is part of the result: every schedule
+gives the same bits, and so does one process that runs the micro-batches in turn.
 
-In the pictures a forward takes 1 and a backward 2, its two halves 1 each. Of two stages on a rank
+In the pictures a forward takes 1 and a backward 2, its two halves 1 each. If a rank has two stages,
 the later one is in lower case.
 """
 
@@ -63,14 +63,14 @@ def gpipe(ranks: int, micro_batches: int) -> Programs:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Programs:
-    """As long a line of forwards as reaches the last rank, then one backward for each forward.
+    """Forwards until the first micro-batch reaches the last rank, then one backward a forward.
 
         rank 0: F0 F1 F2             B0--- F3 B1--- F4 B2---    B3---    B4---
         rank 1:    F0 F1       B0--- F2 B1--- F3 B2--- F4 B3---    B4---
         rank 2:       F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4---
 
-    As long as GPipe, but rank i of p holds the activations of p - i micro-batches, however many
-    there are. From PipeDream-Flush (Narayanan et al., 2021, arXiv:2006.09503).
+    It takes as long as GPipe, but rank i of p holds the activations of only p - i micro-batches,
+    whatever their number. From PipeDream-Flush (Narayanan et al., 2021, arXiv:2006.09503).
 
     Raises:
         ScheduleError: there is no rank or no micro-batch.
@@ -166,15 +166,19 @@ def one_f_one_b_in_turns(turns: Sequence[int], micro_batches: int) -> Programs:
 
 
 def held_before(behind: int, ranks: int) -> int:
-    """The micro-batches that each of a stage's ranks holds, if so many are held behind the stage.
+    """The micro-batches that each of a stage's ranks holds.
 
-    Each holds one, and its share of all that the ranks of the next stage hold together:
+    Each rank holds one, and its share of all that the ranks of the next stage hold together:
 
         h_s = 1 + ceil(n_{s+1} h_{s+1} / n_s)         1 on the ranks of the last stage
 
-    With as many, ranks that are equally busy never wait once the pipeline is full. (PipeDream has
-    ceil(sum of n from the stage on / n_s), which may be less, and then they do.) With a rank each
-    it is p - s.
+    With this number, ranks that are equally busy never wait once the pipeline is full. (PipeDream
+    has ceil(sum of n from the stage on / n_s), which may be less, and then ranks wait.) If each
+    stage has one rank, it is p - s.
+
+    Args:
+        behind: the micro-batches that all ranks of the next stage hold together; 0: it is the last.
+        ranks: the number of the stage's ranks.
     """
     return 1 + -(-behind // ranks)
 
@@ -201,9 +205,9 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> Programs:
     holds (v - 1) p + 2 (p - i) - 1 chunks' activations. From "Efficient Large-Scale Language Model
     Training on GPU Clusters" (Narayanan et al., SC21, section 2.2, arXiv:2104.04473).
 
-    The paper wants rounds to be full. Here the first one may be short: the program is that of full
-    rounds without the micro-batches that are not there, and a program that can run can run without
-    some of its micro-batches, since none waits for another but by its place.
+    The paper needs full rounds. Here the first round may be short: the program is that of full
+    rounds without the missing micro-batches. It can run, since micro-batches depend on each other
+    only by their order in a program.
 
     Raises:
         ScheduleError: there is no rank, no micro-batch or no chunk.
@@ -265,7 +269,7 @@ def zb_v(ranks: int, micro_batches: int) -> Programs:
     activations, which are the p micro-batches of 1F1B's first rank. From "Pipeline Parallelism with
     Controllable Memory" (Qi et al., 2024, arXiv:2405.15362).
 
-    Fewer micro-batches run the program of 2p, without those that are not there.
+    With fewer micro-batches than 2p it is the program of 2p without the missing ones.
 
     Raises:
         ScheduleError: there is no rank or no micro-batch.
@@ -328,12 +332,12 @@ _SPLIT = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def _row(kind: Kind, stage: int, micro_batches: int) -> Iterator[Instruction]:
-    """The same of every micro-batch in turn."""
+    """One stage's instructions of a kind, for each micro-batch in turn."""
     return iter([Instruction(kind, stage, k) for k in range(micro_batches)])
 
 
 def _turns(times: int, *rows: Iterator[Instruction]) -> Sequence[Instruction]:
-    """So many times the next one of each row; a row that has ended is passed over."""
+    """Take the next instruction of each row, `times` times; a row that has ended is skipped."""
     turns = itertools.zip_longest(*(itertools.islice(row, times) for row in rows))
     return [instruction for turn in turns for instruction in turn if instruction is not None]
 

@@ -3,11 +3,11 @@
     rank 0: 0F0 0F1 0B0 0B1      stage 0: forward of micro-batches 0 and 1, then backward of both
     rank 1: 1F0 1B0 1F1 1B1
 
-This file has the words and their text form. `schedules.generators` generates compute alone,
-`schedules.transfers` adds what moves tensors, `schedules.deadlock` shows that the whole can run.
+This module has the instructions and their text form. `schedules.generators` generates compute
+alone, `schedules.transfers` adds transfers, `schedules.deadlock` proves that programs can run.
 
 Each instruction names its stage, counted along the model from 0. A rank may hold several stages;
-which ones is read off its program (`holders`) and said nowhere else.
+only its program tells which ones (`holders`).
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGH
 """The instructions that keep a device busy."""
 
 FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""These add to the gradients of parameters: with the last of them, those of a stage are final."""
+"""The instructions that add to parameters' gradients, which are final after a stage's last one."""
 
 _RECEIVING = (Kind.POST, Kind.WAIT)  # these name the source as their peer, the others the target
 _WHOLE = (Kind.REDUCE, Kind.STEP)  # these are of all micro-batches together
 
 
 class Channel(NamedTuple):
-    """One direction between two stages: transfers on it happen in the order they are issued."""
+    """One direction between two stages; its transfers happen in the order of their issue."""
 
     source: int
     target: int
@@ -71,7 +71,7 @@ class Channel(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One line of a program; `flow` and `peer` (the other stage) are there for transfers only."""
+    """One step of a program; only transfers have a `flow` and a `peer`, the other stage."""
 
     kind: Kind
     stage: int
@@ -118,7 +118,7 @@ def parse(text: str) -> Instruction:
     """Read one instruction back from its text form.
 
     Raises:
-        ScheduleError: `text` is not what an instruction prints as.
+        ScheduleError: `text` is not the text of an instruction.
     """
     found = _TOKEN.fullmatch(text)
     if found is not None:
@@ -183,8 +183,8 @@ def holders(programs: Programs) -> tuple[int, ...]:
 
 
 class Entries(NamedTuple):
-    """Which stage each entry of the programs is of, and which micro-batches it takes: those whose
-    number divided by `of` leaves `own`."""
+    """The stage of each entry of the programs, and the micro-batches that the entry takes: those
+    whose number divided by `of` leaves `own`."""
 
     stages: tuple[int, ...]
     own: tuple[int, ...]
@@ -192,12 +192,12 @@ class Entries(NamedTuple):
 
     @staticmethod
     def at(turns: Sequence[int]) -> Entries:
-        """Of stages with so many entries each."""
+        """The entries of stages that have this number of entries each."""
         found = [(stage, i, n) for stage, n in enumerate(turns) for i in range(n)]
         return Entries(*zip(*found, strict=True)) if found else Entries((), (), ())
 
     def taken(self, entry: int, microbatches: Sequence[int]) -> Sequence[int]:
-        """Those of some micro-batches that an entry takes."""
+        """The micro-batches, out of those given, that an entry takes."""
         of = self.of[entry]
         if of == 1:
             return microbatches

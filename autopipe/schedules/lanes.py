@@ -5,9 +5,9 @@
     bound     how many sends may be under way
 
 A channel moves its tensors in the order in which the source makes them. Receives are posted in that
-order and waited for in the target's own, which may be another one; then as many are posted as the
-next one to be needed has before it. Between stages at which ranks take turns a channel has those
-micro-batches alone that both of its ends take.
+order. The target may need the tensors in another order; then all receives up to the next tensor
+that it needs are posted. Between stages at which ranks take turns, a channel has only the
+micro-batches that both of its ends take.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SENDS_UNDER_WAY = 2
 
 
 def sends_for(depths: Sequence[int]) -> int:
-    """How many sends of a channel may be under way, by what runs ahead on purpose.
+    """How many sends of a channel may be under way in a schedule with these depths.
 
-    Where something does, a wire is kept busy by the send behind the one it carries. Where nothing
-    does, a send is over long before the next one, and one tensor less of each channel is held.
+    If some depth is above 0, a second send keeps the wire busy behind the first. Otherwise a send
+    is over long before the next one, and a bound of 1 holds one tensor less of each channel.
 
     Args:
         depths: one per boundary, or none.
@@ -36,7 +36,7 @@ def sends_for(depths: Sequence[int]) -> int:
 
 
 Side = tuple[int, Flow | None]
-"""A stage's forwards, its backwards, or what moves nothing."""
+"""A stage's forwards (ACTIVATION), its backwards (GRADIENT), or its other instructions (None)."""
 
 
 def window(channel: Channel, windows: Sequence[int]) -> int:
@@ -86,14 +86,14 @@ def lane_of(
 ) -> WireLane:
     """Decide how far either end of a channel runs ahead of the other.
 
-    Receives are ahead by the window, or by all that comes before the next tensor that is needed.
+    Receives are ahead by the window, or by all tensors that come before the next one needed.
 
-    The bound of sends stops a source that runs ahead, and for good where it holds up what the
-    target needs before it takes more. So look at a run of compute alone (`_starts`), count the
-    sends that no receive awaits at that moment, and allow as many and the next one. Each wait that
-    the bound makes is then for a receive that this run has posted by that time: transfers keep the
-    order of a run that exists and cannot lock it up, whatever the schedule, the skip connections
-    and the windows.
+    A bound of sends stops a source that runs ahead; too small a bound stops it for good, if the
+    source is to make something that the target needs before it takes more. So take a run of compute
+    alone (`_starts`), count the sends that no receive awaits at a moment, and allow one more. Each
+    wait that the bound makes is then for a receive that this run has posted by that time. So the
+    transfers keep the order of a run that exists and cannot lock it up, whatever the schedule, the
+    skip connections and the windows.
     """
     source, target = (channel.source, channel.flow), (channel.target, channel.flow)
     sent = entries.taken(channel.target, orders[source])
@@ -141,7 +141,7 @@ def _starts_of(
     orders: dict[Side, list[int]],
     starts: dict[Side, list[int]],
 ) -> list[int]:
-    """When some of a side's micro-batches start, as far as that is known."""
+    """The starts of some of a side's micro-batches, as far as they are known."""
     if some is orders[side]:
         return starts[side]
     those = set(some)

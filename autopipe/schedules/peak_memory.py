@@ -6,8 +6,8 @@ A program's order is fixed, so its fullest moment is too; it is found by walking
     WAIT   the buffer becomes an activation    B    - what was kept and had arrived
     FREE   - what left, once all its sends are through
 
-With B split, I lets go of what it alone needs and W of the rest, received tensors and gradients
-among it.
+If B is split, I frees the tensors that only I needs, and W frees the rest, received tensors and
+gradients included.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Sizes:
     """Bytes of one micro-batch in one stage.
 
     Attributes:
-        kept: saved for backward, received tensors not counted.
-        arriving: of each channel, the bytes of each tensor that comes from that stage.
-        leaving: of each channel, the bytes of each tensor that goes to that stage.
-        stash: held from I to W where backward is split.
-        fresh: of the stash, what I has made; the rest was kept from F.
-        made: the most of what a backward, or either half, makes besides, beyond what it has let go
-            of by then.
-        momentary: held besides at the fullest moment of a forward, and let go within it.
+        kept: bytes saved for backward, without received tensors.
+        arriving: for each flow and source stage, the bytes of each tensor that comes from there.
+        leaving: for each flow and target stage, the bytes of each tensor that goes there.
+        stash: bytes held from I to W if backward is split.
+        fresh: the bytes of the stash that I has made; the rest was kept from F.
+        made: the most bytes that a backward, or one half of it, makes beyond those that it has
+            freed by then.
+        momentary: further bytes at the fullest moment of a forward, freed within it.
     """
 
     kept: int
@@ -49,7 +49,7 @@ Held = Counter[tuple[int, str]]
 
 
 class Moment(NamedTuple):
-    """When a rank holds most, and what; `at` is None where its program holds nothing."""
+    """The instruction at which a rank holds most, and what; `at` is None if it never holds any."""
 
     at: Instruction | None
     held: Held
@@ -65,8 +65,8 @@ def fullest_moment(program: Program, sizes: Mapping[int, Sizes]) -> Moment:
 
 
 def walk(program: Program, sizes: Mapping[int, Sizes]) -> Iterator[tuple[Instruction, int, Held]]:
-    """Of each instruction of these stages the most bytes that the rank holds while it runs, in sum
-    and by stage and purpose; the latter changes with the next one."""
+    """Yield each instruction with the most bytes that the rank holds while it runs: their sum, and
+    a counter by stage and purpose, which the next step changes in place."""
     walks = {stage: _Walk(stage, of, program) for stage, of in sizes.items()}
     held: Held = Counter()
     now = 0
@@ -84,7 +84,7 @@ def walk(program: Program, sizes: Mapping[int, Sizes]) -> Iterator[tuple[Instruc
 
 
 class _Walk:
-    """One stage's part of the walk: what each instruction takes hold of, and lets go of after."""
+    """One stage's part of the walk: the bytes that each instruction allocates and frees."""
 
     def __init__(self, stage: int, sizes: Sizes, program: Program) -> None:
         self.sizes = sizes
@@ -100,7 +100,7 @@ class _Walk:
         self.gradients = _distinct(sizes.arriving, Flow.GRADIENT)
 
     def step(self, instruction: Instruction) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes that come with an instruction, and bytes that are gone when it is over."""
+        """Bytes that an instruction allocates, and bytes that are free when it has ended."""
         kind, _, k, flow, peer = instruction
         sizes = self.sizes
         if flow is None or peer is None:
@@ -144,7 +144,7 @@ class _Walk:
         return {}, {}
 
     def _last(self, k: int, activations: int) -> dict[str, int]:
-        """What the last of a micro-batch's backward lets go of."""
+        """The bytes that the last part of a micro-batch's backward frees."""
         gradients = sum(self.gradients[ref] for ref in self.waited.pop(k, ()))
         return {"activations": activations + self.arrived, "transfers": gradients}
 
@@ -152,7 +152,7 @@ class _Walk:
 def _distinct(
     channels: Mapping[tuple[Flow, int], Mapping[Hashable, int]], flow: Flow
 ) -> dict[Hashable, int]:
-    """Every tensor of a flow once, whatever number of stages it goes to or comes from."""
+    """The bytes of each tensor of a flow, once even if it goes to several stages."""
     return {
         ref: size for (f, _), refs in channels.items() if f is flow for ref, size in refs.items()
     }

@@ -1,4 +1,4 @@
-"""What an instruction does, in words: of a rank that has died, of a slice or a box in a picture.
+"""What an instruction does, in words, for the message about a dead rank and for pictures of a step.
 
 1WAIT_F5<0     waiting for the activations of micro-batch 5 from stage 0     wait for activations 5
 """
@@ -42,7 +42,7 @@ def describe(instruction: Instruction) -> str:
 
 
 def short(instruction: Instruction) -> str:
-    """The same where there is little room: `wait for activations 3`."""
+    """`describe` in few words: `wait for activations 3`."""
     return _filled(_SHORT[instruction.kind], instruction)
 
 

@@ -1,4 +1,4 @@
-"""The training schedules by name, what is known of each, and the programs that a name stands for.
+"""The training schedules by name: the properties of each, and the programs that a name stands for.
 
     make("1f1b", ranks=2, micro_batches=3)   ->   0F0 0F1 0B0 0F2 0B1 0B2   and   1F0 1B0 1F1 ...
     in_flight("1f1b", 2, 3, stage=0)         ->   2 micro-batches whose activations stage 0 holds
@@ -28,16 +28,16 @@ from autopipe.schedules.instructions import FINAL, Kind, Program, Programs, hold
 
 @dataclass(frozen=True)
 class Schedule:
-    """What there is to know of a schedule besides its programs.
+    """The properties of a schedule.
 
     Attributes:
         function: the generator.
-        chunks: the stages on each rank; None if whoever asks says how many, 2 or more.
-        splits: its backwards are in two halves, I and W.
-        depths: it takes a depth for each boundary.
-        turns: ranks may take turns at a stage.
-        holds_all: a stage may hold all micro-batches of a step at once, however many there are;
-            else, once a rank holds one for each rank and chunk, it lets one go for each that comes.
+        chunks: the stages on each rank; None: the caller of `make` says how many, 2 or more.
+        splits: whether its backwards are in two halves, I and W.
+        depths: whether it takes a depth for each boundary.
+        turns: whether ranks may take turns at a stage.
+        holds_all: whether a stage may hold all micro-batches of a step at once. If not, a rank that
+            holds one for each rank and chunk frees one for each that comes.
     """
 
     function: Callable[..., Programs]
@@ -88,12 +88,12 @@ def make(
         name: one of `SCHEDULES`.
         ranks, micro_batches: how many.
         chunks: the stages on each rank.
-        depths: for eager-1f1b, one per boundary; none at all are zeros.
-        turns: for 1f1b, the ranks that take turns at each stage; none at all are ones.
+        depths: for eager-1f1b, one per boundary; empty: zeros.
+        turns: for 1f1b, the number of ranks that take turns at each stage; empty: ones.
 
     Raises:
-        ScheduleError: there is no schedule of that name, or not of so many ranks, micro-batches or
-            chunks, or not with these depths or turns.
+        ScheduleError: there is no schedule of that name, or it does not allow these ranks,
+            micro-batches, chunks, depths or turns.
     """
     schedule = named(name)
     if turns:
@@ -168,7 +168,7 @@ def _in_flight(
 def flying(program: Program, stage: int) -> int:
     """The most micro-batches whose activations `stage` holds at once in a program.
 
-    F takes hold of them; B lets go, or W where backward is split.
+    F allocates them; B frees them, or W if backward is split.
     """
     held = peak = 0
     for instruction in program:

@@ -33,12 +33,12 @@ from autopipe.schedules.validate import Line
 
 
 class LinkTime(NamedTuple):
-    """What carries a channel's tensors.
+    """The link that carries a channel's tensors.
 
     Attributes:
         latency: seconds one way.
         bandwidth: bytes a second.
-        bytes: of one micro-batch on this channel.
+        bytes: the bytes of one micro-batch on this channel.
     """
 
     latency: float = 0.0
@@ -52,11 +52,11 @@ class LinkTime(NamedTuple):
 
 
 LinkTimes = Callable[[Channel], LinkTime]
-"""The link of each channel; of a table of them `table.__getitem__`."""
+"""Returns the link of a channel; for a table of links it is `table.__getitem__`."""
 
 
 def free(channel: Channel) -> LinkTime:
-    """The links that take no time."""
+    """A link on which transfers take no time, for any channel."""
     return LinkTime()
 
 
@@ -67,8 +67,8 @@ class Costs:
     Args:
         forward, backward: seconds of F and of B.
         backward_input, backward_weight: seconds of I and of W, for programs that split B.
-        reduce: seconds of the sum of a stage's gradients.
-        links: what transfers take; two stages on one rank never need any.
+        reduce: seconds of the sum of a stage's gradients over replicas.
+        links: the link of each channel; not called for two stages on one rank.
     """
 
     forward: Sequence[float]
@@ -120,17 +120,17 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything in a step happens.
+    """When each instruction and each transfer of a step happens.
 
-    A rank is always at some instruction: each starts when the one before it ends, so that the ends
-    are all there is to know.
+    A rank is always at some instruction: each starts when the one before it ends, so the ends
+    suffice.
 
     Args:
-        programs: with their transfers.
-        ends: per rank, seconds at which each instruction of its program ends.
-        transfers: in the order of their channels, and of the micro-batches on each.
-        sums: from the end of the backward that a REDUCE precedes, or of the rank's sum before it,
-            until the sum is there.
+        programs: the programs, with their transfers.
+        ends: per rank, the second at which each instruction of its program ends.
+        transfers: by channel, and in the order of the micro-batches on each channel.
+        sums: each sum's start and end. It starts at the end of the backward behind its REDUCE, or
+            at the end of the rank's sum before it.
     """
 
     programs: Programs
@@ -145,7 +145,7 @@ class Timeline:
 
     @cached_property
     def spans(self) -> tuple[TimelineSpan, ...]:
-        """What takes time, by rank: all compute, and those WAITs, FREEs and STEPs that waited."""
+        """The instructions that take time, by rank: compute, and WAITs, FREEs, STEPs that wait."""
         found = []
         for rank, (program, ends) in enumerate(zip(self.programs, self.ends, strict=True)):
             start = 0.0
@@ -171,18 +171,18 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the step for which the mean rank does not compute."""
+        """The mean over the ranks of `bubbles`."""
         return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
 
 
 def simulate(programs: Programs, costs: Costs, lanes: deadlock.Lanes | None = None) -> Timeline:
-    """The timeline of programs, which this proves as `deadlock.check` does.
+    """The timeline of programs, after a proof that they can run, as by `deadlock.check`.
 
-    Programs of compute alone are given what a chain of stages needs: transfers from each stage to
-    the next, receives posted well ahead.
+    Programs of compute alone get the transfers of a chain of stages: from each stage to the next,
+    with receives posted well ahead.
 
     Args:
-        lanes: as for `deadlock.check`: transfers that share a lane follow each other.
+        lanes: as for `deadlock.check`; transfers on one lane follow each other.
 
     Raises:
         ScheduleError: the programs cannot run to their end, or the costs are of another number of
@@ -214,16 +214,16 @@ def simulate(programs: Programs, costs: Costs, lanes: deadlock.Lanes | None = No
 
 
 def even_seconds(programs: Programs) -> float:
-    """The step of programs of compute alone if stages are equal and links are free.
+    """Seconds of a step of programs of compute alone, if stages are equal and links take no time.
 
-    F, I and W take one second each, B two. It is what `simulate` says of `Costs.even`, in a tenth
-    of the time.
+    F, I and W take one second each, B two. The result is that of `simulate` with `Costs.even`; it
+    takes a tenth of the time.
 
     Args:
-        programs: with a backward of each forward.
+        programs: with a backward for each forward.
 
     Raises:
-        ScheduleError: they cannot run to their end.
+        ScheduleError: the programs cannot run to their end.
     """
     last = len(holders(programs)) - 1
     over: dict[tuple[Flow, int, int], float] = {}
@@ -246,7 +246,7 @@ def even_seconds(programs: Programs) -> float:
             break
     if before == sum(map(len, programs)):
         return max(clocks)
-    return simulate(programs, Costs.even(last + 1)).seconds  # says who waits for whom
+    return simulate(programs, Costs.even(last + 1)).seconds  # its error follows the deadlock
 
 
 _WIDE = 1 << 30  # a window that no step is longer than

@@ -4,7 +4,7 @@
     ...
     WAIT Fk  POST Fk+w     a buffer is filled, the next one is offered at once
     Fk
-    FREE Fk-2  SEND Fk     at most 2 sends to a neighbour are under way, if that will do
+    FREE Fk-2  SEND Fk     at most 2 sends to a neighbour are under way, if that suffices
     ...
     WAIT Bk  POST Bk+w     the gradient is here, so the send of Fk has long ended ...
     FREE Fk                ... and the outputs go before backward lets go of what they may view
@@ -15,8 +15,8 @@
     ...
     FREE ...  STEP         nothing is left under way when the sums are waited for
 
-Why receives are posted ahead: a transport moves nothing until both ends are ready, so a receive
-that is posted when its tensor is needed costs the link's latency twice, and all of it exposed.
+Receives are posted ahead because a transport moves nothing until both ends are ready: a receive
+that is posted when its tensor is needed makes the rank wait for twice the link's latency.
 
 How far either end of a channel runs ahead is in `schedules.lanes`.
 """
@@ -56,9 +56,9 @@ class Edge(NamedTuple):
 
 
 def edges_of(sent: Iterable[Edge]) -> tuple[Edge, ...]:
-    """One edge for each pair of stages, in order, from the edges that single tensors make.
+    """Merge the edges of single tensors into one edge for each pair of stages, in order.
 
-    Gradients come back along it if that of any tensor does.
+    An edge carries gradients if any of its tensors has one.
     """
     found: dict[tuple[int, int], bool] = {}
     for source, target, gradient in sent:
@@ -96,8 +96,8 @@ def insert(
         windows: for each boundary s|s+1 between stages, how many receives of a channel across it
             are posted ahead.
         sends_ahead: how many sends between neighbours may be under way, as `sends_for` says.
-        turns: of each stage the number of entries that it has in the programs, which take turns
-            at micro-batches and are one stage for the windows; nothing: one each.
+        turns: for each stage the number of its entries in the programs; the entries take turns at
+            micro-batches and count as one stage in `windows`. Empty: one entry each.
 
     Raises:
         ScheduleError: an edge does not lead to a later stage or stands twice, a window is missing
@@ -131,8 +131,8 @@ def insert(
 def _starts(programs: Programs, edges: Sequence[Edge]) -> dict[Side, list[int]]:
     """When forwards and backwards start, in each stage's own order, if transfers take no time.
 
-    Each compute instruction takes one unit and runs as soon as it may. The lists end early where
-    the programs cannot run even so; `schedules.deadlock` says why.
+    Each compute instruction takes one unit and runs as soon as it may. The lists end early if the
+    programs cannot run at all; `schedules.deadlock` then explains why.
     """
     starts: dict[Side, list[int]] = defaultdict(list)
     ends: dict[Side, dict[int, int]] = defaultdict(dict)
@@ -178,7 +178,7 @@ def _around(
     sends: dict[Side, list[WireLane]],
     starts: dict[Side, list[int]],
 ) -> Program:
-    """One rank's program with what stands around each of its compute instructions."""
+    """One rank's program, with the transfers around each of its compute instructions."""
     last = {i.stage: i for i in program if i.kind in FINAL}
     posts: list[Instruction] = []  # those ahead of everything, in the order of their WAITs
     body: list[Instruction] = []
@@ -223,7 +223,7 @@ def _around(
             body.append(Instruction(Kind.SEND, stage, k, flow, channel.target))
             owed[channel, k] = Instruction(Kind.FREE, stage, k, flow, channel.target)
         if flow is Flow.ACTIVATION and sends[side]:
-            # A gradient that went before this forward is there by now, and its memory is wanted.
+            # A gradient sent before this forward has arrived by now; free its memory.
             now = starts[side][place] if place < len(starts[side]) else -1
             for channel, sent, _, bound, ready, *_ in sends[stage, Flow.GRADIENT]:
                 last_sent = gone[channel] - 1
@@ -236,7 +236,7 @@ def _around(
 def _check(
     programs: Programs, edges: Sequence[Edge], windows: Sequence[int], entries: Entries
 ) -> None:
-    """Refuse what cannot be meant, so that the pass may trust its arguments."""
+    """Refuse impossible arguments of `insert`."""
     num_stages = len(entries.stages)
     seen: set[tuple[int, int]] = set()
     for edge in edges:

@@ -1,4 +1,4 @@
-"""Schedules that a user has written: from text to programs of compute, or to what is wrong."""
+"""Reads schedules that a user has written: text -> programs of compute, or a `ScheduleError`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def parse(text: str, turns: Sequence[int] = ()) -> Programs:
         rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
         rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 
-    Any order is taken in which each forward stands before its backward, be that whole (B) or in two
-    halves (I, then W), with any number of stages on a rank. Whether ranks wait for each other for
-    good is for `schedules.deadlock` to say, once transfers are in.
+    Any order is allowed in which each forward stands before its backward, which is whole (B) or in
+    two halves (I, then W). A rank may have any number of stages. `schedules.deadlock` later checks
+    the programs with their transfers for deadlocks.
 
     Args:
-        turns: of each stage the number of its entries, which take turns; nothing: one each.
+        turns: for each stage the number of its entries, which take turns; empty: one entry each.
 
     Raises:
         ScheduleError: a line or an instruction cannot be read or is no compute; a stage is on two
@@ -64,11 +64,11 @@ _BEFORE = {
     Kind.BACKWARD_INPUT: Kind.FORWARD,
     Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
 }
-"""What of the same stage and micro-batch must stand before a compute instruction."""
+"""The instructions of the same stage and micro-batch that must precede a compute instruction."""
 
 
 def _check_order(rank: int, program: Program) -> None:
-    """Hold one rank's line against the rules that need no other."""
+    """Check the rules for one rank's line that need no other line."""
     if not program:
         raise ScheduleError(f"rank {rank} has nothing to do")
     before: set[Instruction] = set()

@@ -1,18 +1,20 @@
-"""What programs must be like before the proof may look at nothing but their waits.
+"""Checks the rules that programs must keep before `schedules.deadlock` looks at their waits alone.
 
-Each program by itself: every instruction stands once, after what it needs and before what needs it,
+Each program by itself: every instruction stands once, after those it needs and before those that
+need it,
 
     POST_F WAIT_F F SEND_F FREE_F B        POST_B WAIT_B B SEND_B FREE_B        F B    F I W
 
-with I for B where backward is split. A forward's sends are freed before its backward, which lets go
-of what they may view. REDUCE stands right before the last B or W of its stage, STEP at the end.
+with I for B if backward is split. A forward's sends are freed before its backward, which frees the
+memory that they may view. REDUCE stands right before the last B or W of its stage, STEP at the end.
 
-All together: a stage is on one rank, and both ends of a channel issue the same transfers in the
-same order, for it has no tags. WAITs may come in another order: they name their micro-batch.
+All programs together: a stage is on one rank, and both ends of a channel issue the same transfers
+in the same order, as a channel has no tags. WAITs may come in another order: they name their
+micro-batch.
 
-Half a million instructions are too many for a loop over such rules in Python, so a program becomes
-a table of the positions of its instructions, a row for each *line* (an instruction without its
-micro-batch) and a column for each micro-batch; a rule holds one row against another:
+A loop in Python over half a million instructions would be slow. So a program becomes a table of its
+instructions' positions, with a row for each *line* (an instruction without its micro-batch) and a
+column for each micro-batch; a rule compares one row with another:
 
     micro-batch     0   1   2   3
     1F              1   4   8  12
@@ -83,7 +85,7 @@ def tables(programs: Programs) -> tuple[list[ProgramTable], Ints]:
 
 
 def check_alone(rank: int, program: Program, table: ProgramTable) -> None:
-    """Hold one program against the rules that need no other; the first break in it is told.
+    """Check one program by the rules that need no other program; reports the first broken rule.
 
     Raises:
         ScheduleError: `rank 1: 1FREE_B0>0 needs 1SEND_B0>0 before it, which is missing`.
@@ -103,7 +105,7 @@ def check_alone(rank: int, program: Program, table: ProgramTable) -> None:
         raise ScheduleError(f"rank {rank}: {sentence}")
 
 
-_B = (Kind.BACKWARD_INPUT, Kind.BACKWARD)  # whichever a micro-batch has
+_B = (Kind.BACKWARD_INPUT, Kind.BACKWARD)  # the one that a micro-batch has
 
 _NEIGHBOURS: dict[tuple[Kind, Flow | None], tuple[tuple[Kind, ...], tuple[Kind, ...]]] = {
     (Kind.FORWARD, None): ((), _B),
@@ -119,7 +121,7 @@ _NEIGHBOURS: dict[tuple[Kind, Flow | None], tuple[tuple[Kind, ...], tuple[Kind, 
     (Kind.SEND, Flow.GRADIENT): (_B, (Kind.FREE,)),
     (Kind.FREE, Flow.GRADIENT): ((Kind.SEND,), ()),
 }
-"""What stands before an instruction, and what after it: of its stage, peer and micro-batch."""
+"""The instructions before and after an instruction, of its stage, peer and micro-batch."""
 
 
 def _check_side(
@@ -140,7 +142,7 @@ def _check_side(
     missing = other < 0
     swapped = ~missing & ((other > own) if side == "before" else (other < own))
     if side == "after" and kind in (Kind.FORWARD, Kind.FREE):
-        # Where nothing is summed, as in an evaluation, there need be no backward.
+        # Without sums of gradients, as in an evaluation, a backward may be missing.
         missing &= (Kind.REDUCE, stage, None, None) in table.lines
     wrong = np.flatnonzero((own >= 0) & (missing | swapped))
     if not len(wrong):
@@ -176,7 +178,7 @@ def _check_last(program: Program, position: int) -> Iterator[tuple[int, str]]:
 
 
 def check_sums(programs: Programs, made: Sequence[ProgramTable]) -> None:
-    """If anything is summed, all gradients are, they are whole, and every rank waits for its own.
+    """If there is a REDUCE or STEP, each stage with backwards has a REDUCE, and its rank a STEP.
 
     Raises:
         ScheduleError: `rank 0: 0REDUCE is missing, and other stages have theirs`.
@@ -195,7 +197,7 @@ def check_sums(programs: Programs, made: Sequence[ProgramTable]) -> None:
 
 
 def orders(made: Sequence[ProgramTable], kind: Kind) -> Orders:
-    """The columns in whose order one end of each channel, its SENDs or its POSTs, stands."""
+    """For each channel the order of its SENDs or of its POSTs, as columns of micro-batches."""
     return {
         Instruction(kind, line[1], 0, line[2], line[3]).channel: table.column[table.line == number]
         for table in made
@@ -205,7 +207,7 @@ def orders(made: Sequence[ProgramTable], kind: Kind) -> Orders:
 
 
 def check_ends(sends: Orders, posts: Orders, microbatches: Ints) -> None:
-    """Refuse a transfer with one end, and ends that pair the wrong tensors.
+    """Refuse transfers with one end, and channels whose ends have different orders.
 
     Raises:
         ScheduleError: `0SEND_F1>1 has no 1POST_F1<0: a transfer needs both ends`.
