@@ -123,7 +123,7 @@ def _of_plan(path: str, model: str | None, precision: str | None, asked: list[st
     if asked:
         words = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
         raise AutopipeError(
-            f"{path} is a plan, which says itself how it splits, and {words} was asked for",
+            f"{path} is a plan, which decides how to split, and {words} was given as well",
             hint=f"autopipe check {path}; or plan again with {words}",
         )
     loaded = Plan.load(path)

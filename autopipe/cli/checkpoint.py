@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it imports torch, which `--help` has no use for
     from autopipe.runtime.checkpoint.stored import Stored
 
 SHOWN = 20
-"""How many differences are told of two checkpoints that have more."""
+"""How many differences of two checkpoints are printed at most."""
 
 
 class Action(enum.StrEnum):
@@ -39,7 +39,7 @@ _TAKES = {
     Action.verify: {"other"},
     Action.convert: {"output", "config", "dtype", "dcp"},
 }
-"""What each action has a use for, beside a folder."""
+"""The arguments and options that each action takes, beside a folder."""
 
 
 @command("autopipe checkpoint info checkpoints")
@@ -94,7 +94,7 @@ def _convert(
 
     if output is None:
         raise AutopipeError(
-            "convert: there is no name for what is to be written",
+            "convert: the output has no name",
             hint="-o model.safetensors; or -o folder --config FOLDER, for transformers; or "
             "-o folder --dcp",
         )
@@ -105,14 +105,14 @@ def _convert(
     wanted = FLOATS[dtype] if dtype is not None else None
     if dcp and config is not None:
         raise AutopipeError(
-            "convert: --dcp and --config are two kinds of folders",
-            hint="one of both; another call writes the other",
+            "convert: --dcp and --config write two different kinds of folders",
+            hint="give one of them; a second call writes the other folder",
         )
     if output.suffix == ".safetensors":
         if dcp or config is not None:
             of = "--dcp" if dcp else f"--config {config}"
             raise AutopipeError(
-                f"convert: {output} is one file, and {of.split()[0]} is of a folder",
+                f"convert: {output} is one file, and {of.split()[0]} writes a folder",
                 hint=f"-o FOLDER {of}",
             )
         atomic_file.check_model(output)

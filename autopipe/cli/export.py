@@ -107,7 +107,7 @@ def export(
     else:
         given = [option for option, value in {**said, "run": run}.items() if value]
         if given:
-            raise AutopipeError(f"{_dashed(given[0])} is of launching, and {to} launches itself")
+            raise AutopipeError(f"{_dashed(given[0])} is for launchers, and {to} is none")
         exported = RUNTIMES[to](loaded)
         text, program = exported.text, False
         for line in exported.unsaid:

@@ -234,7 +234,7 @@ def _kept(
         given = {"--save-every": every is not None, "--resume": resume, "--replan": replan}
         for option in [name for name, is_given in given.items() if is_given]:
             raise AutopipeError(
-                f"{option} is about checkpoints, and there is no folder for them",
+                f"{option} needs a folder of checkpoints, and none was given",
                 hint=f"--checkpoints FOLDER {option}",
             )
         return None

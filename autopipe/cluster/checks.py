@@ -69,7 +69,7 @@ def _parts(cluster: Cluster, path: str) -> Iterator[tuple[str, Device | Link]]:
 
 
 MOST_DEVICES = 1_000_000
-"""More than anyone has in one place. A plan for so many takes minutes, for more of them hours."""
+"""More devices than one site has. A plan for this number takes minutes, for more it takes hours."""
 
 
 def check_number(path: str, devices: int) -> None:

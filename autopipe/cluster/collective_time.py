@@ -37,7 +37,7 @@ class Level(NamedTuple):
     shared: bool = False
 
     def wire(self, senders: int) -> Link:
-        """What each of so many ranks of one place has of the link if all of them send at once."""
+        """The link as each of `senders` ranks of one place has it if all of them send at once."""
         turns = senders if self.shared else 1
         return replace(self.link, bandwidth=self.link.bandwidth / turns)
 

@@ -157,7 +157,7 @@ _FORMS = (
 
 
 MOST_PROCESSES = 1024
-"""Processes that one machine starts to be measured; none has so many devices or cores to share."""
+"""The most processes that one machine is measured with; none has as many devices or cores."""
 
 
 def _processes(spec: str, text: str) -> int:

@@ -72,7 +72,7 @@ def emit(
         )
     plan = replace(plan, source=source or plan.source)
     if plan.source is None:
-        raise PlanError("plan.source: train.py is to build the model, and nobody says where it is")
+        raise PlanError("plan.source: train.py needs the model file, and the plan names none")
     step = programs.step(plan)
     deadlock.check(step)
     contents = {
@@ -225,7 +225,7 @@ def main(
     log_every: int | None = None,
     keep_going: bool = False,
 ) -> None:
-    """Train for so many steps, or as long as the batches last."""
+    """Train for this number of steps; without one, until the batches end."""
     cli.check_folder(trace)
     if save is not None:
         check_model(save)

@@ -114,20 +114,20 @@ def check_alike(job: Launch, target: str) -> None:
     hint = "--to torchrun: a script that is started on each node with its number"
     if not job.equal:
         raise AutopipeError(
-            f"{target} hands out equal nodes, and this plan has {list(job.processes)} processes on "
+            f"{target} assigns equal nodes, and this plan has {list(job.processes)} processes on "
             f"nodes of {list(job.devices)} devices",
             hint=hint,
         )
     if job.sites > 1:
         raise AutopipeError(
-            f"{target} hands out the nodes of one site, and this plan's stand at {job.sites}",
+            f"{target} assigns nodes of one site, and this plan's nodes are at {job.sites} sites",
             hint=hint,
         )
     kinds = [tuple(group.device.kind for group in node.groups) for node in job.node_groups]
     if len({*kinds}) > 1:
         first, other = kinds[0], next(kind for kind in kinds if kind != kinds[0])
         raise AutopipeError(
-            f"{target} hands out nodes in any order, and this plan binds ranks to nodes of "
+            f"{target} assigns nodes in any order, and this plan binds ranks to nodes of "
             f"{'+'.join(first)} and of {'+'.join(other)}",
             hint=hint,
         )

@@ -117,7 +117,7 @@ def parts(
 
 
 def model_flops(formulas: Sequence[NodeCost], rows: int) -> NDArray[np.float64]:
-    """The operations of every node that MFU counts, forward and backward, for so many rows."""
+    """For each node the operations that MFU counts, forward and backward, at `rows` rows."""
     return _evaluate([cost.model_flops for cost in formulas], rows)
 
 

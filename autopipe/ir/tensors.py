@@ -230,7 +230,7 @@ _WRITTEN_OUT: dict[str, Callable[..., torch.Tensor | None]] = {
 def _in_even_parts(
     func: object, args: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[torch.Tensor, ...] | None:
-    """What `chunk` and `split` give of rows that are so many times as many as their parts.
+    """The parts that `chunk` and `split` make of rows that they divide evenly.
 
         torch.cat([x, y]).chunk(2)     of 2 b rows: b and b
         z.split(len(x))                the same; torch would round 2 b / b, and fix b for that

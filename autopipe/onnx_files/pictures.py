@@ -97,7 +97,7 @@ def _kind(
 
 
 def _upsample(node: NodeOf, inputs: Sequence[Value]) -> Value:
-    """As files before op set 10 have it: each pixel so many times."""
+    """Upsample, as files before op set 10 have it: it repeats each pixel `scales` times."""
     if node.get("mode", "nearest") != "nearest":
         raise node.refuse(f"mode={node.get('mode')!r} is not read")
     scales = as_tensor(inputs[1]).tolist() if len(inputs) > 1 else node.get("scales")

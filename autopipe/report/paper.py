@@ -61,7 +61,7 @@ def paragraph(text: str, columns: int, indent: str = "", *, lines: int | None = 
 
     Args:
         indent: of all lines but the first.
-        lines: how many there may be; what is left out is told by three dots.
+        lines: the largest number of lines; three dots stand for the rest. None: no limit.
     """
     return textwrap.fill(
         text,

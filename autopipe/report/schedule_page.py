@@ -53,7 +53,7 @@ def check(what: str, asked: Mapping[str, object]) -> None:
 
     Args:
         what: a schedule's name, or a file with one or with a plan.
-        asked: fields of a `Shape` that somebody has set.
+        asked: the fields of a `Shape` that the user has set.
 
     Raises:
         ScheduleError: names the first such field.
@@ -232,7 +232,7 @@ class Drawn:
 
 
 def step(plan: Plan, columns: int) -> Drawn | None:
-    """The step that a plan predicts, on a page of so many columns.
+    """Draw the step that a plan predicts, at most `columns` characters wide.
 
     None: some stage takes no time, or there is no pipeline.
 

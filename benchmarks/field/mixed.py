@@ -1,8 +1,7 @@
-"""What a plan for equal devices takes on unequal ones.
+"""Compares, on unequal devices, a plan made for equal devices with autopipe's plan for these.
 
-A planner that knows one kind of device is told of the slowest and the smallest. Its plan runs on
-the true devices all the same, and where they are faster it is: its decision is put to the planner's
-own estimate on the true machine.
+A planner that knows one kind of device gets the slowest rate and the smallest memory of all. Its
+decision is then estimated on the true devices, where faster devices make it faster.
 
     true machine      A100-80GB x 2, A100-40GB x 4, RTX4090 x 2    problem, decision, seconds
     as if             RTX4090 x 8                                  problem, decision

@@ -76,8 +76,8 @@ def period_pricing(
 
 
 def by_piper(after: int, of: int) -> tuple[int, int]:
-    """Of so many ranks the micro-batches in flight by Piper: the ranks from the stage on, shared
-    out, and rounded up for each stage alone."""
+    """Piper's micro-batches in flight on each of `of` ranks of a stage, and the ranks from the
+    stage on: these over `of`, rounded up for each stage by itself."""
     return -(-(after + of) // of), after + of
 
 

@@ -78,7 +78,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("rows", type=Path, help="a CSV of published runs, or of profiled times")
     parser.add_argument("--of", nargs="+", default=[""], help="tables whose name has such a word")
     parser.add_argument(
-        "--each", type=int, help="so many rows that ran of every table, and so many that did not"
+        "--each", type=int, help="rows of every table that ran, and as many that did not"
     )
     parser.add_argument("--to", type=Path, help="append rows here; those that it has are not rerun")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
@@ -108,7 +108,7 @@ def readable(rows: Sequence[Row]) -> Iterator[Readable]:
 
 
 def sampled(runs: Sequence[Readable], each: int | None) -> list[Readable]:
-    """So many of every table, evenly taken; of those that ran out of memory so many besides."""
+    """At most `each` runs of every table, evenly spaced, and as many that ran out of memory."""
     groups: dict[tuple[str, bool], list[Readable]] = defaultdict(list)
     for found in runs:
         groups[found.run.table, found.run.oom].append(found)

@@ -13,8 +13,8 @@ from benchmarks.published import deepspeed
 from benchmarks.published.rows import Run
 
 LARGE, WIDE = 8, 1.5
-"""A sweep is held to its rank correlation from so many rows on, the slowest so many times the
-fastest; else to its best."""
+"""A sweep is scored by its rank correlation if it has at least `LARGE` rows and the slowest takes
+`WIDE` times as long as the fastest; else by its best row."""
 
 ORDERED, NEAR = 0.9, 0.05
 """The least rank correlation, and how much longer the predicted best may take than the best."""

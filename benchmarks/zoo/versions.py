@@ -1,4 +1,4 @@
-"""Other versions of a model that is tried, by which a mistake is told from roundings."""
+"""Variants of a tried model, whose results tell a wrong split from rounding."""
 
 from __future__ import annotations
 

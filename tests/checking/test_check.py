@@ -411,7 +411,7 @@ def test_a_loss_that_keeps_a_mean_begins_each_run_with_the_same(autopipe: Shell)
     [
         (
             ("plan.json", "--pp", "2"),
-            "plan.json is a plan, which says itself how it splits, and --pp was asked for\n\n"
+            "plan.json is a plan, which decides how to split, and --pp was given as well\n\n"
             "hint: autopipe check plan.json; or plan again with --pp",
         ),
         (("none.py",), "there is no model file 'none.py'\n\nhint: autopipe plan model.py"),

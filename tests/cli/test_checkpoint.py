@@ -273,7 +273,7 @@ def test_two_models_are_not_mixed_in_a_folder(shell: Shell) -> None:
     [
         (("info", "nowhere"), "there is no folder nowhere\nhint: a checkpoint is a folder step-NN"),
         (("info", "start"), "start has no checkpoint\n"),
-        (("convert", "kept"), "convert: there is no name for what is to be written"),
+        (("convert", "kept"), "convert: the output has no name"),
         (("convert", "kept", "-o", "out"), "convert: out is a folder, and transformers needs a"),
         (("convert", "kept", "-o", "out", "--config", "kept"), "kept has no config.json"),
         (("convert", "kept", "-o", "m.safetensors", "--dtype", "x"), "--dtype x: weights have no"),
@@ -283,7 +283,7 @@ def test_two_models_are_not_mixed_in_a_folder(shell: Shell) -> None:
         ),
         (
             ("convert", "kept", "-o", "m.safetensors", "--config", "start"),
-            "convert: m.safetensors is one file, and --config is of a folder\nhint: -o FOLDER",
+            "convert: m.safetensors is one file, and --config writes a folder\nhint: -o FOLDER",
         ),
         (
             ("convert", "kept", "-o", "gpt2.py", "--config", "start"),
@@ -292,11 +292,11 @@ def test_two_models_are_not_mixed_in_a_folder(shell: Shell) -> None:
         (("convert", "kept", "-o", "kept", "--dcp"), "kept is not empty, it has step-00000002: a"),
         (
             ("convert", "kept", "-o", "m.safetensors", "--dcp"),
-            "convert: m.safetensors is one file, and --dcp is of a folder\nhint: -o FOLDER --dcp",
+            "convert: m.safetensors is one file, and --dcp writes a folder\nhint: -o FOLDER --dcp",
         ),
         (
             ("convert", "kept", "-o", "out", "--dcp", "--config", "start"),
-            "convert: --dcp and --config are two kinds of folders",
+            "convert: --dcp and --config write two different kinds of folders",
         ),
         (("info", "plan.json"), "plan.json is a file\nhint: a checkpoint is a folder step-NN"),
         (
@@ -329,9 +329,9 @@ def test_a_report_is_of_no_checkpoint(folder: str, shell: Shell) -> None:
     [
         (
             ("--resume",),
-            "--resume is about checkpoints, and there is no folder for",
+            "--resume needs a folder of checkpoints, and none was given",
         ),
-        (("--save-every", "3"), "--save-every is about checkpoints"),
+        (("--save-every", "3"), "--save-every needs a folder of checkpoints"),
         (
             ("--checkpoints", "kept"),
             "kept has step-00000003 of an earlier run\nhint: --resume",

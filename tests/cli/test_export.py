@@ -1,4 +1,4 @@
-"""`autopipe export`: files and stdout, and what is asked of whom."""
+"""`autopipe export`: the files and the stdout of each target, and options that a target refuses."""
 
 import os
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_what_a_runtime_cannot_say_is_told(target: str, autopipe: Shell) -> None
         ),
         (["--to", "slurm", "--name", "a b"], "--name: expected small letters, digits and -"),
         (["--to", "kubeflow"], "a pod needs an image, and none was named"),
-        (["--to", "megatron", "--image", "x"], "--image is of launching, and megatron launches"),
+        (["--to", "megatron", "--image", "x"], "--image is for launchers, and megatron is none"),
         (["--to", "torchrun", "--array", "1-2"], "--array means nothing to torchrun; it is a "),
         (["--to", "slurm", "-o", "none/x.sh"], "none/x.sh cannot be written: there is no folder"),
     ],

@@ -67,7 +67,7 @@ def test_buffers_for_a_line_between_sites() -> None:
     ("plan", "sentence"),
     [
         (spread("2x2xA100-80GB", [2, 1]), r"equal nodes, and this plan has \[2, 1\] processes"),
-        (FAR, "the nodes of one site, and this plan's stand at 2"),
+        (FAR, "assigns nodes of one site, and this plan's nodes are at 2 sites"),
         (spread("1xA100-80GB+1xA100-40GB", [1, 1]), "nodes of A100-80GB and of A100-40GB"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A short graph tells of the whole one what the whole one would."""
+"""Observations of a short graph, extended to the whole graph, equal those of the whole graph."""
 
 import pytest
 import torch

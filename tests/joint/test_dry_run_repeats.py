@@ -1,4 +1,4 @@
-"""What shallow stages say of deep ones is what the deep ones say."""
+"""Bytes of deep stages, derived from shallow ones, equal those of a dry run of the deep stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every strategy of the rule table is true: each op is dealt out and put together (`dealing`)."""
+"""Every strategy of the rule table is right: each op runs on shards, which are put together."""
 
 from collections.abc import Callable, Iterator
 from functools import cache

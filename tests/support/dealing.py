@@ -1,4 +1,4 @@
-"""Whether strategies are true: one op at a time, dealt out to ranks and put together again.
+"""Checks strategies op by op: shards its tensors, runs it on each rank, assembles the results.
 
     whole      y = op(x, w)                     dx, dw of the gradient dy
     dealt      y_r = op_r(x_r, w_r)             on each rank r its local form, of `shard_graph`

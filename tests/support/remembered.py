@@ -1,16 +1,16 @@
-"""Plans of one graph, for which what is found out about it anew each time is found out once.
+"""Lets several plans of one graph share observations, dry runs and traces that `plan` makes anew.
 
     with findings_remembered(): ...      autopipe.plan(...), as often as one likes
     with traces_remembered(): ...        the same, and a model that a function builds is traced once
 
-A plan observes what autograd keeps of its graph, and rehearses its stages. Both run the model under
-fake tensors, most of what a plan takes of a model that is traced; both depend on the graph and on
-what is handed to them with it, and on nothing else. What is asked for again is found by that.
+To plan, autopipe observes which tensors autograd keeps, and rehearses stages. Both run the model on
+fake tensors, which takes most of the time after tracing. Both results (findings) depend only on the
+graph and the other arguments of the call, so a later call with equal ones gets the earlier result.
 
-Findings are kept for all processes of a run of the tests, traces for the one that made them.
+All processes of a run of the tests share findings; each process has its own traces.
 
-Whoever asks what a plan decides may leave the traces to it too. Who asks how a model is traced, or
-whether two traces agree, does not.
+Tests of a plan's decisions may use remembered traces too. Tests of tracing, or of whether two
+traces agree, must not.
 """
 
 import hashlib

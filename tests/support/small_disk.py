@@ -1,4 +1,4 @@
-"""A disk that is soon full: a file system in memory of so many bytes, mounted for a test.
+"""A disk that is soon full: a small file system in memory, mounted for a test.
 
     with small_disk(tmp_path / "disk", 64 * KIB) as disk:
         fill(disk, leaving=8 * KIB)

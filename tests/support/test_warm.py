@@ -1,4 +1,4 @@
-"""A fork of `warm` is to whoever watches it what a process is that was started by itself."""
+"""A fork of `warm` looks from outside (codes, signals, output) like a process started by itself."""
 
 import os
 import sys

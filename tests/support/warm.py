@@ -1,4 +1,4 @@
-"""Processes that begin with torch and autopipe imported, and with nothing done.
+"""Processes that start with torch and autopipe imported, as forks that have done nothing else.
 
     spawn(4, ["tests/support/pipe_worker.py", folder])   as `launch.spawn` does it; sooner
     start(["-m", "autopipe", "run", ...], environ)   one of them, as Popen starts it

@@ -1,4 +1,4 @@
-"""Stories of ZeRO-1: an optimizer's state is dealt out, and the step is that of one process."""
+"""Stories of ZeRO-1: an optimizer's state is sharded, and the step is that of one process."""
 
 from __future__ import annotations
 

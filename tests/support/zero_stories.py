@@ -1,4 +1,4 @@
-"""Stories of ZeRO beside tensor parallelism: what is dealt out is dealt out of a part.
+"""Stories of ZeRO beside tensor parallelism: replicas shard a rank's part of each tensor.
 
 `zero1_stories` and the like tell of the sums themselves; here whole plans differ in their ZeRO
 stage alone.

@@ -1,4 +1,4 @@
-"""Families of Hugging Face models that nobody prepared: dealt out, each is one process's model.
+"""Families of Hugging Face models, unprepared: split over ranks, each trains as in one process.
 
 They differ in what they are made of, not in name only; `benchmarks/tensor_parallel` has the others.
 The ordinary run deals out families in `tests/benchmarks/test_zoo.py`, to two ranks.
