@@ -11,7 +11,7 @@ an error that the user can fix, 1 for any other. Commands pass files to each oth
                                             ->  autopipe emit plan.json -o FOLDER
                                             ->  autopipe diff plan.json other.json
 
-One file for each command, and one for what a run tells at its end. `--help` imports them all, so
+One file for each command, and one for the report at the end of a run. `--help` imports them all, so
 slow imports, torch above all, stand inside the commands' functions.
 Never found here: planning, training, drawing; commands call the other rooms for these.
 

@@ -26,10 +26,10 @@ LOST = (
 
 @contextmanager
 def telling_what_is_lost(*, keeps: bool) -> Iterator[None]:
-    """Say of a run that a Ctrl-C has ended in the block that nothing of it is kept, if it is so.
+    """Within, a run that a Ctrl-C ends without any checkpoint tells the user that nothing is kept.
 
     Args:
-        keeps: it saves checkpoints; or somebody else tells.
+        keeps: print nothing: the run saves checkpoints, or another process prints it.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """Traces the module of an emitted stage back into fx graphs, as `lower` makes them.
 
-Only torch.compile, ZeRO-3 and ops that run again need it, which work on a stage's code: the first
-takes islands out of it, the second adds gathers, the third wants to know its blocks. All others run
-the module as it stands.
+Only torch.compile, ZeRO-3 and ops that run again need the graphs: torch.compile takes islands out
+of a stage's code, ZeRO-3 adds gathers to it, and ops that run again need the stage's blocks. Other
+runs call the module as it is.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Tracer(fx.Tracer):
 
 
 class _Making(TorchFunctionMode):
-    """Writes down ops without a tensor among their arguments, which fx would run on the spot."""
+    """Records ops without a tensor among their arguments, which fx would otherwise run at once."""
 
     def __init__(self, tracer: fx.Tracer) -> None:
         super().__init__()

@@ -110,7 +110,7 @@ class _Class:
 
 
 class _Writer:
-    """Writes one stage's module; first the stage, which says what blocks are called with."""
+    """Writes one stage's module; the stage's code comes first, as it has the blocks' arguments."""
 
     def __init__(self, lowered: Lowered, around: Surroundings) -> None:
         self.lowered, self.around = lowered, around
@@ -157,7 +157,7 @@ class _Writer:
             yield part
 
     def _instance(self, part: _Part) -> str:
-        """The path of the module that runs a block; it is made if none would do the same."""
+        """The path of the module that runs a block: an equal one with its states, or a new one."""
         body = Body(self.around.graph, part.path)
         lines = body.write(part.code, *_arguments(["x"] * len(_placeholders(part.code))))
         states = self._assignments(part.home) if part.owns else []
@@ -322,7 +322,7 @@ def _name_of(ref: Ref, body: Body) -> str:
 
 
 def _wish(given: Expression) -> str:
-    """What an argument would be called by the name of what it is given."""
+    """A name for an argument, derived from the expression that is passed for it."""
     while isinstance(given, Call):
         given = given.items[0]
     return given.removeprefix("self.")

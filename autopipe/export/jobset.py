@@ -50,7 +50,7 @@ def job_set(job: Launch) -> str:
 
 
 def _told(job: Launch) -> list[Manifest]:
-    """What Kubeflow would tell a pod, and `autopipe run` reads."""
+    """The PET variables of a pod, as Kubeflow would set them, which `autopipe run` reads."""
     name = job.words.name
     index = {"fieldRef": {"fieldPath": _INDEX}}
     return [

@@ -1,7 +1,7 @@
 """Manifests for Kubeflow: a TrainJob of its trainer, or a PyTorchJob of its older operator.
 
-Both tell each pod how many there are and which it is (PET_*), and `autopipe run` starts the pod's
-ranks from that. (kubeflow.github.io/trainer, v2.3: TrainJob, trainer.kubeflow.org/v1alpha1;
+Both set PET_* variables with the number of pods and of the pod itself, from which `autopipe run`
+starts the pod's ranks. (kubeflow.github.io/trainer, v2.3: TrainJob, trainer.kubeflow.org/v1alpha1;
 kubeflow.org/v1: PyTorchJob, v1.9.)
 """
 

@@ -19,13 +19,13 @@ Value = int | float | str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing in which plans may differ, with both values.
+    """One property in which plans may differ, with both values.
 
     Attributes:
-        name: in the words of `autopipe plan`; for programs, which find it by that.
-        first, second: as numbers and texts; seconds and bytes.
-        label: what it is, as people read it.
-        shown: both values, as people read them.
+        name: the property's name for programs, in the words of `autopipe plan`.
+        first, second: its value in each plan, for programs; times are seconds, sizes are bytes.
+        label: the property's name for people.
+        shown: both values for people.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between two plans; nothing where they are the same.
+    """The differences between two plans; empty if they are the same.
 
     Attributes:
-        what: of what is trained.
-        how: of how.
+        what: the differing properties of what is trained.
+        how: the differing properties of how it is trained.
     """
 
     what: tuple[Entry, ...]
@@ -74,7 +74,7 @@ def _differing(pairs: Iterator[tuple[_Said, _Said]]) -> Iterator[Entry]:
         if first == second:
             continue
         if one == other and isinstance(first, tuple) and isinstance(second, tuple):
-            # As many, and not the same: which of them.
+            # Both lists are equally long: show the entries that differ.
             one, other = _apart(first, second), _apart(second, first)
         yield Entry(name, first, second, _LABELS.get(name, name), (one, other))
 
@@ -98,7 +98,7 @@ _LABELS = {
     "recompute": "runs again in backward (recompute)",
     "offload": "kept in the host's memory (offload)",
 }
-"""What people read of a thing whose name is a field's."""
+"""Labels for people, by the name of the plan's field."""
 
 _DEALT_OUT = {
     0: "0: nothing",
@@ -109,13 +109,13 @@ _DEALT_OUT = {
 
 
 def _apart(own: tuple[str, ...], others: tuple[str, ...]) -> str:
-    """What only one of two has; all of it where they have the same in another order."""
+    """The entries that only `own` has; all its entries if both have the same in another order."""
     known = set(others)
     return ", ".join([each for each in own if each not in known] or own)
 
 
 def _what(plan: Plan) -> Iterator[_Said]:
-    """What decides the numbers of a step, but for the order of sums."""
+    """The properties that decide a step's results, up to the order of sums."""
     inputs = tuple(f"{leaf.path}: {leaf.dtype}{[*leaf.shape]}" for leaf in plan.inputs)
     yield "model", plan.fingerprint, f"{plan.fingerprint[:12]} ({plan.source})"
     yield "inputs", inputs, ", ".join(inputs)
@@ -175,7 +175,7 @@ def _how(plan: Plan) -> Iterator[_Said]:
 
 
 def _between(found: tuple[str, ...]) -> str:
-    """A number for each two neighbouring stages; one where it is the same for all."""
+    """The values at the boundaries between stages; a single one if all are equal."""
     if not found:
         return "one stage alone"
     if len(set(found)) > 1:

@@ -1,6 +1,6 @@
 """A plan as DeepSpeed's configuration, a JSON file.
 
-What JSON has no comments for stands under `autopipe`, a key that DeepSpeed does not read.
+JSON has no comments, so remarks stand under `autopipe`, a key that DeepSpeed does not read.
 (DeepSpeed 0.19, docs/_pages/config-json.md; train_batch_size = micro_batch * accumulation *
 replicas.)
 """
@@ -56,7 +56,7 @@ def config(plan: Plan) -> Exported:
 
 
 def _gradients(plan: Plan) -> frozenset[str]:
-    """What it can sum gradients in: without ZeRO, only what it computes in."""
+    """The dtypes in which DeepSpeed can sum gradients: without ZeRO only the compute dtype."""
     if plan.precision in AUTOCAST:
         return FP32
     own = frozenset({bits(plan.precision)})

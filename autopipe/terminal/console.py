@@ -16,7 +16,7 @@ from autopipe.util import self_checks
 
 @dataclass
 class _Manner:
-    """The options of the current command line: `--debug`, `--quiet`; where data alone goes."""
+    """The options `--debug` and `--quiet` of the current command line, and the stream for data."""
 
     debug: bool = False
     quiet: bool = False
@@ -32,7 +32,7 @@ def forget() -> None:
 
 
 def replace_what_cannot_be_printed() -> None:
-    """Print ? for what the terminal's encoding has not: the lines of a table, under ISO-8859-1."""
+    """Print ? for characters that the terminal's encoding lacks, as ISO-8859-1 lacks table lines."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="replace")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 FOLDERS = "hf:"
-"""Begins the name of a folder of transformers' (`frontend.hf_folder`)."""
+"""The prefix of a model argument that names a folder of transformers (`frontend.hf_folder`)."""
 
 
 def check_folder(file: Path | None) -> None:

@@ -83,7 +83,12 @@ class JointGraphs:
 def _between(
     known: Mapping[int, NDArray[np.int64]], rows: int, check: bool
 ) -> NDArray[np.int64] | None:
-    """Bytes at a number of rows, on the line through those that are known; None: none is known."""
+    """Bytes at a number of rows, on the line through known ones; None: there is no such line.
+
+    Args:
+        known: the bytes of all storages, by the rows of a run.
+        check: whether a third run must lie on the line through two.
+    """
     low, high = min(known), max(known)
     if not low < rows < high or len(known) < 2 + check:
         return None

@@ -27,7 +27,7 @@ from autopipe.planners.saved.observe import Levels, Seen, eager_levels, observe_
 from autopipe.planners.saved.other_rows import JointGraphs
 
 Made = Mapping[Ref, torch.dtype]
-"""What the graph's values are made in; in mixed precision that is not what the model says."""
+"""The dtypes of the graph's values; in mixed precision they differ from the model's own."""
 
 
 class KeptBytes(NamedTuple):

@@ -66,7 +66,7 @@ class Watch(fx.Interpreter):
         self._owned = owned
         self._made: dict[int, int] = {}
         self._writing = {p for positions in flow.writers.values() for p in positions}
-        self._alive: list[Tensor] = []  # a storage that is gone would lend its key to another
+        self._alive: list[Tensor] = []  # keeps storages alive, so that no address is used twice
         self._position = 0
         self._done = done
         self._segments = segments
@@ -91,7 +91,7 @@ class Watch(fx.Interpreter):
         for tensor in made:
             if isinstance(tensor, Tensor):
                 key = storage_key(tensor)
-                # A stage writes a copy of what it has received: that copy is made by the write.
+                # A stage that writes a received tensor writes a copy; the write makes that copy.
                 if key not in self._made or self._position in self._writing:
                     self._made[key] = self._position
                     if key in self.kept:
