@@ -32,7 +32,7 @@ def forget() -> None:
 
 
 def replace_what_cannot_be_printed() -> None:
-    """Print ? for characters that the terminal's encoding lacks, as ISO-8859-1 lacks table lines."""
+    """Print ? for characters that the terminal's encoding lacks: table lines in ISO-8859-1."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="replace")
