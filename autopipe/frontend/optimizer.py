@@ -97,7 +97,8 @@ def update(optimizer: torch.optim.Optimizer, seed: int) -> None:
     """Make a step of an optimizer, which may draw random numbers: the same on all replicas.
 
     Raises:
-        ModelError: it cannot; names the user's line.
+        ModelError: the user's code in it raises, named by its line, or it wants sparse gradients.
+            Any other error passes, of memory that is gone or of a peer that is.
     """
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     with (
@@ -107,10 +108,12 @@ def update(optimizer: torch.optim.Optimizer, seed: int) -> None:
         torch.manual_seed(seed)
         try:
             optimizer.step()
-        except AutopipeError:
+        except (AutopipeError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever the user's optimizer raises
             place = user_lines.of_error(error)
+            if not place and "dense" not in str(error):
+                raise
             raise ModelError(
                 f"{place + ': ' if place else ''}optimizer.step() ended in {type(error).__name__}: "
                 f"{error}",

@@ -163,11 +163,11 @@ def batches(batch_size):
 
 class Failing(torch.optim.SGD):
     def step(self):
-        if RANK == '1': raise ZeroDivisionError('no rate')
+        if RANK == '1': raise ERROR
 
 
 import os
-RANK = os.environ['RANK']
+RANK, ERROR = os.environ['RANK'], ZeroDivisionError('no rate')
 """
 
 
@@ -181,14 +181,26 @@ def test_what_one_rank_finds_is_told_by_it(planned: Path) -> None:
     assert error.endswith("failing.py: batches() raised OSError: disk gone")
 
 
-def test_what_nobody_foresaw_on_one_rank(planned: Path) -> None:
-    """With the step, and with the rank that it happened on; that one's code is the run's."""
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        ("ZeroDivisionError('no rate')", 2, r"worse.py:\d+ .*: optimizer.step\(\) ended in "),
+        ("torch.OutOfMemoryError('no memory')", 1, r"error: rank 1 .*failed .*step 0: "),
+    ],
+)
+def test_what_an_optimizer_raises_on_one_rank(
+    planned: Path, error: str, code: int, told: str
+) -> None:
+    """A mistake in the user's code, by its line; or what nobody foresaw, by its step. That rank's
+    code is the run's."""
     more = "\ndef optimizer(parameters): return Failing(parameters, lr=0.1)\n"
-    (planned / "worse.py").write_text(NET + FAILING + more)
+    (planned / "worse.py").write_text(f"{NET}{FAILING}ERROR = {error}\n{more}")
     said = ranks(2, *RUN, "pp2.json", "--model", "worse.py", folder=planned)
-    assert (said.code, said.out) == (1, "")
-    (error,) = re.findall(r"^error: .*", said.err, re.MULTILINE)
-    assert re.fullmatch(r"error: rank 1 .*failed .*step 0: ZeroDivisionError: no rate", error)
+    assert (said.code, said.out) == (code, "")
+    (found,) = re.findall(r"^error: .*", said.err, re.MULTILINE)
+    assert found.startswith("error: rank 1")
+    assert re.search(told, found)
+    assert found.endswith(error.removeprefix("torch.").replace("('", ": ").replace("')", ""))
 
 
 def test_a_node_that_cannot_find_rank_0(verdict: list[Verdict | None]) -> None:

@@ -105,6 +105,7 @@ def test_a_term_of_the_loss_needs_even_labels(parts):
             "of the batch"
         )
         assert error.value.hint == (
+            'loss_over = "batch" computes it over all rows of the batch, in two passes; '
             'loss_over = "micro-batch" takes the mean of each micro-batch\'s own loss'
         )
     even = replace(parts, leaves=batches.flatten(inputs_of_linear(1)), count=1)
