@@ -47,7 +47,7 @@ def told(*signals: str, ignoring: str = "") -> subprocess.CompletedProcess[str]:
 def test_the_first_one_counts(signals: tuple[str, ...], said: str) -> None:
     done = told(*signals)
     assert (done.returncode, done.stdout) == (0, said)
-    assert ("Ctrl-C: it saves after this step" in done.stderr) == ("SIGINT" in signals)
+    assert ("Ctrl-C: the run saves after this step" in done.stderr) == ("SIGINT" in signals)
 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:
