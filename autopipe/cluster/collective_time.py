@@ -43,7 +43,7 @@ class Level(NamedTuple):
 
 
 def slowest(pairs: Iterable[Level]) -> Level:
-    """That of pairs of ranks over which each message takes longest."""
+    """Of the levels of pairs of ranks, the one over which a message takes longest."""
     return max(pairs, key=lambda level: (level.shared, -level.link.bandwidth))
 
 

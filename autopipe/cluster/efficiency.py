@@ -28,7 +28,7 @@ alone and cool, held 0.92 (benchmarks/gpu), hundreds of them less.
 """
 
 BESIDE = 0.189 / 1.189
-"""Share of the seconds of a collective that computing loses which goes on beside it.
+"""Share of a collective's seconds that computing beside it loses.
 
 The two share a device's processors, memory and power: computing takes 18.9 % longer, the mean over
 H100, A100, MI250 and MI210 (Lee et al., 2025, arXiv:2507.03114).

@@ -146,7 +146,7 @@ def cluster_of(
     memory: int,
     source: str,
 ) -> Cluster:
-    """Processes on this machine as a cluster, with the figures `names` of those found.
+    """Processes on this machine as a cluster, with the found figures called `names`.
 
     Args:
         found: has values of fp32, memory and launch, and of several processes messages. Another
@@ -187,7 +187,7 @@ def _kernel(values: tuple[float, ...]) -> Kernel:
 
 
 def _link(found: Mapping[str, Found], processes: int, device: Device) -> Link:
-    """A process alone has its own memory for a link."""
+    """The link between processes; for a single process, its own memory."""
     if processes == 1:
         return Link(latency=0.0, bandwidth=device.bandwidth)
     latency, bandwidth = found[MESSAGES].values
@@ -198,7 +198,7 @@ def _link(found: Mapping[str, Found], processes: int, device: Device) -> Link:
     parts = WHOLE * (processes - 1) / processes
 
     def rate(seconds: float, rounds: int, latencies: float) -> float:
-        """Bytes a second on the wire; where latency is all, noise is what is left of it."""
+        """Bytes a second on the wire, without latency; noise where latency takes all the time."""
         return rounds * parts / max(seconds - latencies, seconds / 10)
 
     return Link(

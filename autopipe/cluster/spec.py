@@ -170,7 +170,7 @@ def check_processes(asked: str, found: int) -> None:
     """Refuse more processes than one machine has a use for.
 
     Raises:
-        AutopipeError: begins with what was `asked`.
+        AutopipeError: begins with the text `asked`.
     """
     if found > MOST_PROCESSES:
         raise AutopipeError(
@@ -233,7 +233,7 @@ def _like(asked: str) -> list[str]:
 
 
 def _letters(name: str) -> str:
-    """A name without what people write differently: `nvidia_h100_80gb`, `H100-80GB`."""
+    """A name without the parts that people write differently: `nvidia_h100_80gb`, `H100-80GB`."""
     return re.sub(r"[^a-z0-9]|nvidia|amd|geforce|tesla", "", name.lower())
 
 

@@ -59,7 +59,7 @@ def _kind(
     A half rounded down is the same where there is none: pixels become a whole number of pixels.
 
     Raises:
-        ModelError: torch has none.
+        ModelError: torch has no such mode.
     """
     mode, how = (
         node.get("mode", "nearest"),

@@ -66,7 +66,7 @@ def tensors(node: NodeOf, value: Value) -> list[Tensor]:
     """A value that is a sequence.
 
     Raises:
-        ModelError: it is none.
+        ModelError: the value is no sequence.
     """
     if not isinstance(value, list):
         raise node.refuse("it is given one tensor, no sequence")

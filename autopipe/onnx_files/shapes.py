@@ -28,7 +28,7 @@ _FAR = 2**31
 
 
 def _is(size: Any, number: int) -> bool:
-    """Whether a size is a number that is known, and this one; a symbol is asked nothing."""
+    """Whether a size is a known number and equals this one; a symbol is never compared."""
     return isinstance(size, int | np.integer) and size == number
 
 
@@ -144,7 +144,7 @@ def _gather(node: NodeOf, inputs: Sequence[Value]) -> Value:
 
 
 def _places(index: Tensor, size: int) -> Tensor:
-    """Places in a dim of this size, of which negative ones count from its end."""
+    """Places in a dim of this size; negative places count from its end."""
     return torch.where(index < 0, index + size, index)
 
 
@@ -249,7 +249,7 @@ def _trilu(node: NodeOf, inputs: Sequence[Value]) -> Value:
 
 
 def _cumulated(function: Callable[..., Tensor], before: float) -> Function:
-    """Sums or products up to each place; `before` is that of none."""
+    """Sums or products up to each place; `before` is the sum or product of no entries."""
 
     def compute(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
         x, axis = as_tensor(inputs[0]), int(ints(node, inputs[1])[0])

@@ -21,10 +21,10 @@ LENGTH = 16
 
 
 def as_module(source: str) -> SimpleNamespace:
-    """What a model file would define.
+    """The module that a model file would define.
 
     A file has no loss. Where its output is no single number the mean of the squares of its outputs
-    stands for one: it has gradients for all that is trained, and says nothing.
+    stands for one: it gives every trained parameter a gradient, and means nothing else.
 
     Raises:
         ModelError: as `from_onnx`; or the first dim of an input is no number of rows that varies.

@@ -1,4 +1,4 @@
-"""What passes between the nodes of an ONNX graph: tensors, and sizes.
+"""The values between the nodes of an ONNX graph: tensors, and sizes.
 
     x --Shape--> [s, 12, 64] --Gather 0--> s --Concat--> [s, 768] --Reshape--> a tensor
 
@@ -50,11 +50,11 @@ class NodeOf:
     version: int
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An attribute, or what it is where nobody says."""
+        """An attribute, or its default where the node has none."""
         return self.attributes.get(name, default)
 
     def refuse(self, what: str, hint: str | None = None) -> ModelError:
-        """The error for what is not read."""
+        """The error for a node that is not read."""
         return ModelError(f"{self.where}: {what}", hint=hint)
 
 
@@ -75,7 +75,7 @@ def sizes(values: Sequence[Any]) -> Sizes:
 
 
 def tensor_of(array: NDArray[Any]) -> Tensor:
-    """A new tensor of an array's numbers; of bfloat16, which numpy has from `ml_dtypes`, too."""
+    """A new tensor of an array's numbers; also of bfloat16, which `ml_dtypes` adds to numpy."""
     own = np.array(array)
     if own.dtype.name == "bfloat16":  # `torch.from_numpy` does not know it
         return torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)

@@ -84,7 +84,7 @@ def _change(plan: Plan, name: str) -> str:
 
 
 def of_run(plan: Plan, parts: Mapping[str, float], measured: MeasuredRun) -> list[Advice]:
-    """Where a run was unlike its plan; `parts` as `of_plan` has them."""
+    """The differences of a run from its plan; `parts` as in `of_plan`."""
     return [*_step(plan, parts, measured), *_stages(plan, measured), *_bytes(plan, measured)]
 
 
@@ -113,7 +113,7 @@ def _step(plan: Plan, parts: Mapping[str, float], measured: MeasuredRun) -> Iter
 
 
 def _stages(plan: Plan, measured: MeasuredRun) -> Iterator[Advice]:
-    """The stage that is farthest from its planned seconds, beyond what all of them are."""
+    """The stage farthest from its planned seconds, apart from what all stages are off by."""
     ratios = [
         (own.forward_seconds + own.backward_seconds)
         / (stage.predicted.forward_seconds + stage.predicted.backward_seconds)

@@ -63,7 +63,7 @@ class Sliders:
 
     Attributes:
         sheets: the plan's is the first.
-        link: what the farthest link joins; empty: there is no slider for it.
+        link: the places that the farthest link joins; empty: it has no slider.
         room: bytes of the plan's fullest device, which the memory slider stands for.
         why_no_tokens: as a sentence; empty if tokens are a slider.
     """
@@ -76,7 +76,7 @@ class Sliders:
     why_no_tokens: str
 
     def data(self) -> dict[str, Any]:
-        """All of it for JSON."""
+        """The contents as data for JSON."""
         plan = self.sheets[0]
         return {
             "sheets": [asdict(sheet) for sheet in self.sheets],

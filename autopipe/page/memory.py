@@ -54,7 +54,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryChart:
-    """All ranks that are drawn; `total` there are."""
+    """The drawn ranks, of `total` ranks."""
 
     ranks: tuple[RankMemory, ...]
     total: int
@@ -62,7 +62,7 @@ class MemoryChart:
 
 @dataclass(frozen=True)
 class _Curve:
-    """Bytes over the step: points of seconds and bytes, states apart; and when they are most."""
+    """Bytes over the step, without states: points of seconds and bytes; and when they are most."""
 
     points: tuple[tuple[float, int], ...]
     fullest: float
@@ -180,7 +180,7 @@ def _fullest(
 ) -> float:
     """When a rank is fullest: at the instruction that its plan says.
 
-    What is summed, or cast for the optimizer, is there when the last computation is over.
+    Buckets of sums and gradients cast for the optimizer exist after the last computation.
     """
     if not said:
         return max(points, key=lambda point: point[1])[0]

@@ -49,7 +49,7 @@ class Box:
 
 @dataclass(frozen=True)
 class RankLane:
-    """A rank: its boxes, and for which share of the step it does not compute."""
+    """A rank: its boxes, and the share of the step in which it does not compute."""
 
     rank: int
     boxes: tuple[Box, ...]
@@ -110,7 +110,7 @@ def of_plan(plan: Plan, lanes: Lanes | None = None) -> Picture:
 
 
 def _timeline(plan: Plan, measured: int) -> tuple[Timeline, int]:
-    """The step, or that of as many micro-batches as a browser draws at once."""
+    """The timeline of a step, of no more micro-batches than a browser draws at once."""
     total = plan.batch.micro_batches
     shown = min(total, max(3, MOST_BOXES // (3 * (len(plan.stages) + measured))))
     if plan.programs:

@@ -55,12 +55,12 @@ def _capital(text: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """What stands as a clause elsewhere as a sentence of its own."""
+    """A clause as a sentence: with a capital letter and a full stop."""
     return f"{_capital(text)}."
 
 
 def _data(contents: Contents) -> Markup:
-    """What the script evaluates."""
+    """The JSON data that the page's script evaluates."""
     if contents.sliders is None:
         return Markup("null")
     found: Markup = jinja2.utils.htmlsafe_json_dumps(contents.sliders.data())

@@ -30,7 +30,7 @@ def of_plan(plan: Plan) -> Figures:
     """The figures of a plan: degrees, seconds, bytes and shares.
 
     pp, dp, tp               degrees
-    devices, devices_idle    of the cluster: those with a rank, and the others
+    devices, devices_idle    of the cluster: those with a rank, those without
     rows, micro_batches      of the whole batch; on each replica
     micro_batch_rows         b
     schedule, precision, grad_dtype, optimizer_dtype, zero
@@ -38,16 +38,16 @@ def of_plan(plan: Plan) -> Figures:
     bound_seconds            no plan takes less, by the planner's estimate
     tokens                   of the whole batch; 0 where rows are no sequences
     rows_per_second, tokens_per_second, hours_per_billion_tokens, flops_per_second
-                             of one device, and hours of one; null where that is not known
-    mfu                      the share of the devices' peak, `peak_dtype` and `peak_measured` say
-                             which; null where it is not known
-    seconds                  of the step by what they go to (`planfile.waterfall`); they add up to
+                             of one device; hours of one device; null: not known
+    mfu                      the share of the devices' peak, which `peak_dtype` and
+                             `peak_measured` describe; null: not known
+    seconds                  of the step by cause (`planfile.waterfall`); they add up to
                              step_seconds
     fullest                  the device that has least room: its rank, stages, bytes by part,
                              margin_bytes (kept from tensors; null: not known), and `at`, the
                              instruction (null: not known)
     stages                   of each: rank (along pp), forward_seconds and backward_seconds of a
-                             micro-batch, spent (both by what they go to; null: not known), bubble
+                             micro-batch, spent (both by cause; null: not known), bubble
                              of its rank, peak_bytes, bytes by part
     """
     mesh, rows = plan.mesh, plan.batch.rows
@@ -121,7 +121,7 @@ def _fullest(plan: Plan) -> Figures:
 def of_timeline(name: str, timeline: Timeline) -> Figures:
     """The data of a drawn step; its times have the unit of the given costs.
 
-    name                     as it was asked for
+    name                     the name or file that was asked for
     seconds, bubble          of the step; the share for which the mean rank does not compute
     ranks                    of each: bubble, the micro-batches held of each of its stages, and
                              spans: instruction (`0F1`: stage, F forward, micro-batch), start, end,

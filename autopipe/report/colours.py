@@ -63,7 +63,7 @@ def box(kind: Kind, share: float) -> str:
 
 
 def ink(background: str) -> str:
-    """Black or white, whichever is easier to read on it: their contrast is 4.58 at least."""
+    """Black or white, whichever is easier to read on it: the contrast is at least 4.58."""
     return max(("#000000", "#ffffff"), key=lambda text: contrast(text, background))
 
 

@@ -47,7 +47,7 @@ def svg(
 
     Args:
         title: stands above, before the predicted step and the bubble, with the legend below it;
-            None: the page around it says all that.
+            None: the page around the picture says these.
         width: pixels.
         planned: times are in seconds; else in units, as those of a schedule by itself are.
     """
@@ -77,7 +77,7 @@ def _ordinal(chunk: int) -> str:
 
 
 class _Picture:
-    """The lines of one SVG, and where things are on it."""
+    """The lines of one SVG, and the functions from times and ranks to pixels."""
 
     def __init__(self, timeline: Timeline, title: str | None, width: int, planned: bool) -> None:
         self.timeline, self.title, self.width = timeline, title, width

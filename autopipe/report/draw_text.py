@@ -25,7 +25,7 @@ def draw(
     `f3`; where there are more, labels have the stage in front, `4F3`.
 
     Args:
-        unit: seconds; a label that has less is cut off, what has no time at all still shows.
+        unit: seconds; a label with less time is cut off; an instruction of no time still shows.
         waits: dots where a rank waits for a transfer or for sums, not only emptiness.
         transfers: below the ranks, rows for the channels whose transfers take time; each is drawn
             from its start to its arrival, in a further row if the one before is still on its way.
@@ -79,7 +79,7 @@ def legend(timeline: Timeline, *, waits: bool = False) -> dict[str, str]:
 
 
 def strip(timeline: Timeline, columns: int, ranks: Sequence[int]) -> str:
-    """Draw some ranks as rows of letters; each letter is what the rank does most in that time.
+    """Draw some ranks as rows of letters; each letter is the rank's longest work in that time.
 
     Args:
         columns: the width of the picture; one letter is about 1 / columns of the step's seconds.
@@ -120,7 +120,7 @@ def stages(timeline: Timeline) -> list[list[int]]:
 
 
 def _label(instruction: Instruction, stages: Sequence[int]) -> str:
-    """What a rank with these stages is at; nothing for a wait, which is drawn as dots."""
+    """The label of an instruction of a rank with these stages; empty for a wait (drawn as dots)."""
     kind, stage, k, *_ = instruction
     if kind not in COMPUTE:
         return ""

@@ -84,7 +84,7 @@ def _held(plan: Plan, columns: int) -> Iterator[str]:
 
 
 def _look(plan: Plan, index: int) -> Hashable:
-    """Everything of a stage that is shown of it, the numbers in names aside."""
+    """What the text shows of a stage, without the numbers in names."""
     stage = plan.stages[index]
     sends = [
         replace(

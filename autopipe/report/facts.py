@@ -77,7 +77,7 @@ def _machines(plan: Plan) -> str:
 
 
 def _beside(plan: Plan) -> str:
-    """What is of another dtype than parameters of 16 bits, and what is not."""
+    """The tensors that a plan with 16-bit parameters keeps in fp32."""
     if not plan.masters:
         return "without fp32 master weights"
     if plan.grad_dtype == "fp32":
@@ -86,7 +86,7 @@ def _beside(plan: Plan) -> str:
 
 
 def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What is not as usual."""
+    """The choices of a plan that are not the usual ones, as terms with texts."""
     if plan.precision.endswith("-autocast"):
         kept = ", fp32 in all that is kept" if plan.products == ("fp32",) else ""
         yield "precision", f"{plan.precision.removesuffix('-autocast')} in matrix products{kept}"

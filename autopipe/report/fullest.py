@@ -1,4 +1,4 @@
-"""Say what the fullest device of a plan holds, of how much, and at which instruction."""
+"""Say how many bytes a plan's fullest device holds, of how many, and at which instruction."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fullest(plan: Plan) -> Fullest:
 
 
 def shares(plan: Plan) -> list[tuple[float, Fullest]]:
-    """Of each of these ranks the share of its room that it fills, and how."""
+    """For each pipeline rank, the share of its room that it fills, and the bytes behind it."""
     placed, limits = holders(programs.compute(plan)), plan.planner.limits
     numbered = predict.devices(plan)
     found = []
@@ -89,7 +89,7 @@ def parts(plan: Plan) -> dict[str, int]:
 
 
 def moment(plan: Plan) -> str | None:
-    """The instruction at which the fullest device is that, `B3 of stage 0`; None: nobody said."""
+    """The instruction at which the device is fullest, `B3 of stage 0`; None: not known."""
     said = plan.stages[fullest(plan).stages[0]].predicted.fullest
     if not said:
         return None

@@ -1,7 +1,7 @@
 """Describe a sharding in the words of Megatron-LM.
 
     column        a weight's outputs are sharded; each rank makes a part of the result
-    row           its inputs are; each rank makes a part of the sum
+    row           a weight's inputs are sharded; each rank makes a part of the sum
     vocabulary    an embedding's words, or a loss's classes
     hidden        an embedding's columns
     sequence      the tokens, between the layers

@@ -78,7 +78,7 @@ def text(tracks: Sequence[Track], about: Mapping[str, str]) -> str:
     file, a predicted step below a measured one.
 
     Args:
-        about: what else to say of the run.
+        about: more facts about the run, by name.
     """
     page = _Page(min((step.start for track in tracks for step in track.steps), default=0.0))
     moves = list(enumerate(_moves(tracks), 1))
@@ -111,14 +111,14 @@ class _Move(NamedTuple):
 
     @property
     def ordered(self) -> bool:
-        """Whether it ends after its start: clocks agree only as well as messages are fast."""
+        """Whether it ends after its start: two ranks' clocks agree up to a message's time."""
         return self.wait.end >= self.send.start
 
 
 def _moves(tracks: Sequence[Track]) -> Iterator[_Move]:
     """Each SEND with the WAIT of the same pipeline, step, channel and micro-batch.
 
-    One whose other side was not kept stays out.
+    A SEND or WAIT without its other side in the recording is left out.
     """
     sends: dict[Hashable, tuple[int, Event]] = {}
     for kind in (Kind.SEND, Kind.WAIT):
@@ -158,7 +158,7 @@ _NAMED, _SENT, _USED, _DRAWN = range(4)
 
 @dataclass
 class _Page:
-    """The rows of one file, each with its nanosecond and its turn among the rows of that one.
+    """The rows of one file, each with its nanosecond and its order among rows of equal time.
 
     Nanoseconds are whole, so that a slice that begins when another ends still does in the file.
     """

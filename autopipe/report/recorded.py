@@ -1,4 +1,4 @@
-"""What a run leaves in a folder (`autopipe run --record FOLDER`), and reading it back.
+"""Write and read the folder that a run records into (`autopipe run --record FOLDER`).
 
 plan.json        what it ran
 metrics.jsonl    a line of figures for each logged step
@@ -59,7 +59,7 @@ class Recording:
 
     Attributes:
         metrics: of each logged step its figures, by name.
-        measured: None: the run has not come to its end.
+        measured: None: the run has not ended.
         lanes: of the first pipeline, in its step of median length; None: nothing was traced.
     """
 
@@ -70,14 +70,14 @@ class Recording:
 
 
 def begin(folder: Path, *, leads: bool, resume: bool) -> None:
-    """Make a run's folder, or refuse one that has another run.
+    """Make a run's folder, or refuse a folder with another run in it.
 
     Args:
-        leads: this process makes it; the others look whether it can be made.
-        resume: the run may go on from the one that it has.
+        leads: this process makes the folder; other processes check that it can be made.
+        resume: this run may continue the run in the folder.
 
     Raises:
-        AutopipeError: it has another run, or cannot be made.
+        AutopipeError: the folder has another run, or cannot be made.
     """
     if folder.exists() and not folder.is_dir():
         raise AutopipeError(
@@ -106,7 +106,7 @@ def end(
     step_seconds: float,
     bubbles: Sequence[float],
 ) -> None:
-    """Write down what a run has measured; as `MeasuredRun` has it."""
+    """Write a run's measured figures to its folder, as a `MeasuredRun`."""
     codec.save(MeasuredRun(tuple(stages), step_seconds, tuple(bubbles)), folder / MEASURED)
 
 
@@ -183,7 +183,7 @@ def _lanes(path: Path, ranks: int) -> Lanes | None:
 
 
 def _first_pipeline(rows: list[dict[str, Any]]) -> list[dict[int, list[Slice]]]:
-    """By rank, and by the number of a step, what the ranks of the first pipeline did."""
+    """The steps of the first pipeline's ranks, by rank and by the number of the step."""
     names = {row["pid"]: row["args"]["name"] for row in rows if row.get("name") == "process_name"}
     own = {
         pid: int(found["rank"])

@@ -27,7 +27,7 @@ WIDTH = 110
 
 @dataclass(frozen=True)
 class Shape:
-    """What a schedule without a plan is drawn with; seconds are in whatever unit one likes.
+    """The sizes and costs of a schedule drawn without a plan; seconds are in any one unit.
 
     Attributes:
         ranks, micro_batches, chunks: chunks are stages on each rank, under interleaved.
@@ -150,7 +150,7 @@ def describe(
     waits: bool,
     transfers: bool,
 ) -> str:
-    """A headline, a drawing and what its letters are.
+    """A headline, a drawing and the meanings of its letters.
 
     Args:
         planned: times are a plan's, in seconds. Those of a schedule by itself are in whatever the
@@ -211,7 +211,7 @@ _NARROWEST = 3
 
 
 def shortest(timeline: Timeline) -> float:
-    """Seconds of the shortest compute that takes any: what a label is as wide as."""
+    """Seconds of the shortest compute that takes time: a label is as wide."""
     lengths = [s.end - s.start for s in timeline.spans if s.instruction.kind in COMPUTE]
     return min((length for length in lengths if length > 0), default=1.0)
 
@@ -223,7 +223,7 @@ class Drawn:
     Attributes:
         shown: micro-batches of it, from the first on.
         picture: lines, one for each rank.
-        legend: what its letters are.
+        legend: the meanings of the letters.
     """
 
     shown: int

@@ -84,7 +84,7 @@ def shares(found: Sequence[Bar]) -> list[str]:
 
 
 def picture(plan: Plan, columns: int) -> Iterator[str]:
-    """A line for each part of a step, of at most so many columns; none if a step takes no time."""
+    """A line of at most `columns` columns for each part of a step; none if it takes no time."""
     found = bars(plan)
     step = sum(bar.seconds for bar in found)
     if not step:

@@ -44,7 +44,7 @@ class TrackedStep:
         events: one after the other, in the order of the rank's program; at least one.
         sums: those of gradients, each named by its REDUCE, if they are known one by one. A run
             knows when its STEP ended, which waits for all of them.
-        arrivals: when a transfer to this rank was there, if that is known. A run knows when its
+        arrivals: when transfers to this rank arrived, if that is known. A run knows when a
             WAIT ended.
     """
 
@@ -88,7 +88,7 @@ class Track:
     Args:
         replica: its data-parallel coordinate.
         part: its tensor-parallel coordinate; None where there is only one.
-        run: what sets these tracks apart from those of another run: "predicted".
+        run: a word that tells these tracks from another run's, such as "predicted".
     """
 
     rank: int
@@ -119,7 +119,7 @@ def from_timeline(timeline: Timeline, start: float = 0.0, number: int = 0) -> tu
     """The tracks of a predicted step, one for each rank of the pipeline.
 
     Args:
-        start: when the step begins; that of a measured step lays one over the other.
+        start: when the step begins; the start of a measured step draws both from one point.
         number: of the step.
     """
     rank_of = holders(timeline.programs)

@@ -18,7 +18,7 @@ ROWS, TOKENS, BANDWIDTH = "b", "s", "w"
 
 
 def value(found: Expression, values: Mapping[str, float]) -> float:
-    """The number that an expression has where its variables have these values."""
+    """The number that an expression gives for these values of its variables."""
     if isinstance(found, str):
         return values[found]
     if not isinstance(found, tuple):
@@ -37,19 +37,19 @@ def value(found: Expression, values: Mapping[str, float]) -> float:
 
 
 def total(*parts: Expression) -> Expression:
-    """Their sum; numbers among them are added up."""
+    """The sum of expressions; numbers among them are added up."""
     return _folded("+", parts, 0.0)
 
 
 def product(*parts: Expression) -> Expression:
-    """Their product; numbers among them are multiplied."""
+    """The product of expressions; numbers among them are multiplied."""
     return (
         0.0 if 0.0 in [p for p in parts if isinstance(p, float | int)] else _folded("*", parts, 1.0)
     )
 
 
 def largest(*parts: Expression) -> Expression:
-    """The largest of them."""
+    """The largest of some expressions."""
     known = [part for part in parts if isinstance(part, float | int)]
     rest = [part for part in parts if not isinstance(part, float | int)]
     if not rest:

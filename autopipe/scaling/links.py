@@ -17,7 +17,7 @@ class Farthest:
     """The farthest link of a cluster.
 
     Attributes:
-        words: what it joins.
+        words: the places that the link joins.
         link: latency in seconds, bandwidth in bytes a second.
     """
 
@@ -57,7 +57,7 @@ def on_farthest(cluster: Cluster, seconds: Callable[[Cluster], float]) -> Expres
     """Seconds on a cluster as a formula a + c / w in the bandwidth w of its farthest link.
 
     Args:
-        seconds: of a cluster.
+        seconds: the function from a cluster to seconds.
     """
     bandwidth = farthest(cluster).link.bandwidth
     one, other = seconds(cluster), seconds(with_bandwidth(cluster, 2 * bandwidth))

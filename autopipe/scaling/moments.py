@@ -104,7 +104,7 @@ def _moment(form: NDArray[np.int64], stages: Sequence[int], own: Sequence[int]) 
 
 
 def _largest(forms: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Those that no other is at least as large as in every part."""
+    """The sums that no other sum equals or exceeds in every part."""
     for at, form in enumerate(forms):
         others = np.delete(forms, at, axis=0)
         if not (others >= form).all(axis=1).any():

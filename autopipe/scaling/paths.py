@@ -1,4 +1,4 @@
-"""The step of a plan as the longest of a few paths: sums of its costs, each so many times.
+"""The step of a plan as the longest of a few paths: sums of multiples of its costs.
 
     step = max(3 F0 + 3 B0 + sum0,  F0 + 3 F1 + 3 B1 + B0 + 2 latency + ...,  ...)
 
@@ -38,7 +38,7 @@ class Remembered(float):
 
     @staticmethod
     def of(seconds: float, added: Form, before: Remembered | None = None) -> Remembered:
-        """Seconds that `added` makes of those `before`."""
+        """The seconds `before` with the costs `added`."""
         found = Remembered(seconds)
         found.before, found.added = before, added
         return found
@@ -52,7 +52,7 @@ class Remembered(float):
     __radd__ = __add__
 
     def form(self) -> Form:
-        """How often each cost is in it."""
+        """The number of times that each cost is in the sum."""
         found: Counter[int] = Counter()
         node: Remembered | None = self
         while node is not None:

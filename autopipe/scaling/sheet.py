@@ -1,4 +1,4 @@
-"""What a plan takes at other sizes, as formulas: plain data, for JSON and a page's script.
+"""A plan's seconds and bytes at other sizes, as formulas: data for JSON and a page's script.
 
     Sheet
     +-- costs        seconds of one micro-batch in a stage, on a link, of a sum: in b, s and w
@@ -23,7 +23,7 @@ Form = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class StageStates:
-    """What a stage holds beside what the sizes count.
+    """The bytes that a stage holds beside those that `Sheet.sizes` count.
 
     Attributes:
         held: its states, copies of them, and what ZeRO-3 gathers.
@@ -54,7 +54,7 @@ Moment = dict[int, Form]
 
 @dataclass(frozen=True)
 class Count:
-    """What holds for one number of micro-batches.
+    """The paths and moments of a plan with one number of micro-batches.
 
     Attributes:
         paths: of which the longest is the step.
@@ -102,7 +102,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Point:
-    """Where to look: a batch of so many rows, in micro-batches of `rows`; see `Sheet`."""
+    """The sizes to evaluate a sheet at: a batch of `batch` rows, micro-batches of `rows` rows."""
 
     batch: int
     rows: int
@@ -112,7 +112,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PlanAt:
-    """What a plan takes there: seconds of a step, the share in which the mean rank does not
+    """A plan at a point: seconds of a step, the share in which the mean rank does not
     compute, and the bytes of each rank when it is fullest."""
 
     step_seconds: float

@@ -26,7 +26,7 @@ MOST_INSTRUCTIONS = 4096
 
 @dataclass(frozen=True)
 class Stops:
-    """Sizes, each ascending; a slider that has one stop is no slider.
+    """The stops of each slider, ascending; with a single stop there is no slider.
 
     Attributes:
         rows: of a micro-batch.
@@ -86,5 +86,5 @@ def stops_of(plan: Plan, tokens: int, *, symbolic: bool) -> Stops:
 
 
 def _whole(size: int) -> tuple[int, ...]:
-    """Those of the shares of a size that are whole."""
+    """The whole numbers among the products of a size and `SHARES`."""
     return tuple(round(size * share) for share in SHARES if size * share % 1 == 0)

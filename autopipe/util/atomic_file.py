@@ -86,7 +86,7 @@ def folder(path: Path) -> Iterator[Path]:
 
 
 def _hint(error: OSError, otherwise: str) -> str:
-    """What to do about an error of the system's."""
+    """The next thing to try after an error of the operating system."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "make room on its disk, or name a folder on another one"
     if error.errno == errno.EISDIR:
@@ -95,10 +95,10 @@ def _hint(error: OSError, otherwise: str) -> str:
 
 
 def wait_for(path: Path, seconds: float) -> None:
-    """Return when a file is there that another process writes.
+    """Wait for a file that another process writes.
 
     Raises:
-        AutopipeError: it has not come in time.
+        AutopipeError: the file has not appeared in time.
     """
     deadline = time.monotonic() + seconds
     while not path.exists():
@@ -130,10 +130,10 @@ def check_new_folder(path: Path, option: str) -> None:
     """Refuse, before long work, a folder for files if it cannot be made, or takes none.
 
     Args:
-        option: that names it.
+        option: the command's option that names the folder.
 
     Raises:
-        AutopipeError: it is a file, or says what the system says.
+        AutopipeError: the path is a file, or the system refuses, in its own words.
     """
     if path.exists() and not path.is_dir():
         raise AutopipeError(
@@ -157,8 +157,8 @@ def _check_no_file(folder: Path, path: Path) -> None:
 
 
 def _try(folder: Path, path: Path) -> None:
-    """Make a file in a folder, and remove it: its mode alone tells nothing to root, nor of a disk
-    that is read-only."""
+    """Make a file in a folder and remove it: the folder's mode does not tell whether root may
+    write, or whether the disk is read-only."""
     try:
         descriptor, made = tempfile.mkstemp(dir=folder, prefix=".")
         os.close(descriptor)

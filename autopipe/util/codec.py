@@ -70,7 +70,7 @@ def dumps(value: object) -> str:
 
 
 def digest(value: object) -> str:
-    """Eight digits that differ for dataclasses that differ, but for one in four billion."""
+    """Eight hex digits; two different dataclasses share them once in four billion."""
     return hashlib.blake2b(dumps(value).encode(), digest_size=4).hexdigest()
 
 
@@ -252,7 +252,7 @@ def _optional(hint: Any) -> Any:
 
 
 def _phrase(hint: Any) -> str:
-    """What `hint` asks for, in words."""
+    """The values that `hint` allows, in words."""
     if dataclasses.is_dataclass(hint):
         return f"an object ({typing.cast(type, hint).__name__})"
     if typing.get_origin(hint) is tuple:

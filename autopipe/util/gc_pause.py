@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def resting() -> Iterator[None]:
-    """Pause the collector within; afterwards it is enabled if it was before."""
+    """Within, the collector is paused; afterwards it is enabled if it was before."""
     searching = gc.isenabled()
     gc.disable()
     try:
@@ -29,7 +29,7 @@ def resting() -> Iterator[None]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Pause the collector within, and move the loaded objects to its oldest generation.
+    """Within, the collector is paused; afterwards loaded objects are in its oldest generation.
 
     Otherwise the first search walks all of torch: a tenth of the time that loading takes. In a
     program of autopipe's own (`in_a_program`) no later search walks it either.

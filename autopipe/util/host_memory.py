@@ -1,7 +1,7 @@
 """Host memory: how much a process may have, how it keeps freed pages, whole models one at a time.
 
-    total()        of the machine, or fewer: what its container or its job may have
-    available()    what of that is free
+    total()        bytes of the machine, or the limit of its container or job
+    available()    the free bytes of these
     keep()         freed pages stay mapped (mallopt)
     in_turn()      one process of the machine at a time
 
@@ -42,7 +42,7 @@ _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "L
 
 
 def total() -> int:
-    """Bytes of memory of this machine, or fewer where this process may have fewer of them."""
+    """Bytes of this machine's memory, or this process's limit where that is lower."""
     return min([_physical(), *(limit for limit, _ in _limits())])
 
 
@@ -80,7 +80,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _text(path: Path) -> str:
-    """What a file of the system says; nothing, if there is none."""
+    """The text of a file of the system; empty if there is no such file."""
     try:
         return path.read_text()
     except OSError:

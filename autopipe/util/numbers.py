@@ -35,7 +35,7 @@ class Amount:
 
 
 def adding_up(parts: Sequence[float], digits: int) -> list[str]:
-    """Format the parts of a sum with so many digits: the printed parts add up to the printed sum.
+    """Format the parts of a sum with `digits` digits: the printed parts add up to the printed sum.
 
     Each part is rounded down; the missing last digits go to the parts with the largest remainders.
     """
@@ -70,7 +70,7 @@ def seconds(time: float) -> str:
 
 
 def rate(number: float) -> str:
-    """Format what there is of something in a second or so: `8,661`, `32.1`, `0.504`."""
+    """Format a number per second, or per another unit: `8,661`, `32.1`, `0.504`."""
     return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"
 
 

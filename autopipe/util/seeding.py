@@ -32,14 +32,14 @@ def begin_beside_torch(number: int) -> None:
 
 
 def places() -> tuple[Any, Any]:
-    """Where Python's generator is, and numpy's where it is loaded."""
+    """The states of Python's generator, and of numpy's where it is loaded."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), numpy.random.get_state() if numpy is not None else None
 
 
 @contextmanager
 def beside_torch(number: int) -> Iterator[None]:
-    """Within, they begin at a seed; afterwards they are where they were."""
+    """Within, both generators begin at a seed; afterwards their states are restored."""
     with at(places()):
         begin_beside_torch(number)
         yield
@@ -47,7 +47,7 @@ def beside_torch(number: int) -> Iterator[None]:
 
 @contextmanager
 def at(given: tuple[Any, Any]) -> Iterator[None]:
-    """Within, these generators go on from `places()`; afterwards they are where they were."""
+    """Within, these generators go on from states of `places`; afterwards theirs are restored."""
     before = places()
     go_to(given)
     try:
@@ -57,7 +57,7 @@ def at(given: tuple[Any, Any]) -> Iterator[None]:
 
 
 def go_to(given: tuple[Any, Any]) -> None:
-    """Let these generators go on from `places()`."""
+    """Let these generators go on from states that `places` returned."""
     random.setstate(given[0])
     if given[1] is not None:
         sys.modules["numpy"].random.set_state(given[1])
@@ -67,7 +67,7 @@ def alike(function: Any, drawn: tuple[Any, Any]) -> Any:
     """A function that draws the same from these generators in each call, in each process.
 
     Args:
-        drawn: where they are when it is called.
+        drawn: the generators' states at each call.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ def alike(function: Any, drawn: tuple[Any, Any]) -> Any:
 
 
 def hashes_at_random() -> bool:
-    """Whether this process goes through sets of texts in an order of its own."""
+    """Whether this process iterates over sets of strings in an order of its own."""
     return os.environ.get(HASHES, "") in ("", "random")
 
 

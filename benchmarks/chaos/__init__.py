@@ -1,1 +1,1 @@
-"""What becomes of a run when a rank comes to harm; see README.md."""
+"""What a user reads, and how soon a run ends, when a rank comes to harm; see README.md."""

@@ -1,5 +1,5 @@
-"""Harm that comes to one rank of a run at one instruction, from within; an environment variable
-says which.
+"""Harm one rank of a run at one instruction, from within; an environment variable says which
+rank and instruction.
 
     AUTOPIPE_CHAOS='{"rank": 2, "step": 3, "kind": "WAIT", "event": "kill", "folder": "/tmp/x"}'
 

@@ -1,4 +1,4 @@
-"""What a compiled stage holds beside its states, as planned and as torch's allocator counts it.
+"""Bytes of a compiled stage beside its states, as planned and as torch's allocator counts them.
 
     python -m benchmarks.compiled_bytes [CASE ...]
 

@@ -1,1 +1,1 @@
-"""Plans for clusters that people have: sites far apart, unequal GPUs, odd counts of them."""
+"""Plans for clusters that people have: sites far apart, unequal GPUs, odd numbers of GPUs."""

@@ -1,1 +1,1 @@
-"""Plans run on this machine's GPU: what they foretold, and whether every layout trains alike."""
+"""Plans run on this machine's GPU: bytes, seconds, and whether every layout trains alike."""

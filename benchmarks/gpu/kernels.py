@@ -1,4 +1,4 @@
-"""How long the GPU works in one step of a plan, and at what.
+"""How long the GPU works in one step of a plan, and which kernels take longest.
 
     python -m benchmarks.gpu.kernels plan.json
 

@@ -1,4 +1,4 @@
-"""What is predicted and measured: a model, a mesh, a schedule; and the row that comes out of it."""
+"""The cases: a model, a mesh and a schedule each; and the row of predicted and measured figures."""
 
 from __future__ import annotations
 

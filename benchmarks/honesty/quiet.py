@@ -1,6 +1,6 @@
 """Whether a machine was left alone while a case ran: two signs, neither of them the prediction.
 
-*Waiting.* How long a process was ready to run and did not, because other programs had its core.
+*Waiting.* How long a process was ready to run but waited, because another had its core.
 Linux counts it (/proc/self/schedstat: nanoseconds run, nanoseconds waited, slices). Under real-time
 priority (`chrt -r 1`) it still is up to 0.05: Linux keeps that much for all others
 (/proc/sys/kernel/sched_rt_runtime_us).

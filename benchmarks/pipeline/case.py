@@ -1,4 +1,4 @@
-"""What is compared under which conditions, and the row that comes out of it: times to medians.
+"""A case: what is compared, under which conditions; and its row, medians of measured seconds.
 
 ratio         theirs / ours, round by round: both sides of a round had the same machine
 ideal         (m + p - 1) / m * (one process on the same micro-batches) / p

@@ -1,4 +1,4 @@
-"""What Piper and Galvatron find in their own problems, and autopipe in the same ones: a row each.
+"""Piper's and Galvatron's plans of their own problems beside autopipe's plans: a row each.
 
 Their figures are what their programs print, run on a 2-core x86 machine: Piper's C++ compiled with
 -O3, Galvatron's search engine (Hetu-Galvatron 2.4.1) in Python and C++.

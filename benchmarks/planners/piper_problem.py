@@ -1,6 +1,6 @@
 """Piper's problems as autopipe's: one for every tensor-parallel degree, each layer a unit.
 
-Every device stands for t of Piper's. What is minimised is a period (`objective`), so that with
+Each device stands for t of Piper's. What is minimised is a period (`objective`), so that with
 N micro-batches a batch, m = N / d of them for each of d replicas, and a reduction of all gradients,
 reduce_s, a step takes
 

@@ -1,4 +1,4 @@
-"""What is planned, and where to; and one run of the command in a process of its own."""
+"""The cases: models and the clusters they are planned for; and a run of the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models that are planned, by name; none has weights, for planning allocates none.
+"""The models that are planned, by name; they have no weights, as planning needs none.
 
 `autopipe plan benchmarks.planning.models:MODEL` builds them; the length of a row is in the inputs.
 """

@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizers hold of gradients beside what a plan counts, from their code.
+"""Bytes of gradients that DeepSpeed's optimizers hold beside those that a plan counts.
 
     N parameters of a device, dp replicas, n = N / dp of its partition, L of the embedding
 

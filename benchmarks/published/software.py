@@ -1,4 +1,4 @@
-"""What a row says it ran with, as one of three named profiles.
+"""The software that a row names, as one of three profiles.
 
     profile    pointwise ops           said by a row as
     megatron   fused by hand           Megatron, Transformer Engine, NeMo, a fused or RMS kernel,

@@ -1,4 +1,4 @@
-"""Scores as tables: errors by table and profile, rows that are far off, those said not to fit."""
+"""Scores as tables: errors by table and profile, rows that are far off, rows said not to fit."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What recomputation costs by op and by block, in the tool's own plans."""
+"""Predicted seconds and bytes of recomputation by op and by block."""

@@ -1,4 +1,4 @@
-"""Plan GPT models with whole blocks run again, and with what the planner chooses to.
+"""Plan GPT models with whole blocks recomputed, and with the recomputation the planner chooses.
 
 `python -m benchmarks.recompute [CASE ...]` prints a JSON object for each plan.
 """

@@ -1,1 +1,1 @@
-"""Tensor parallelism of models nobody prepared: is it right, and what is divided? See README.md."""
+"""Tensor parallelism of models nobody prepared: is it right, how much is shared?"""

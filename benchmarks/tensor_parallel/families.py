@@ -1,4 +1,4 @@
-"""The command line: is every family right when it is dealt out, and what of it is?
+"""The command line: is every family right over several ranks, and how much do ranks share?
 
 python -m benchmarks.tensor_parallel.families > rows.jsonl
 python -m benchmarks.tensor_parallel.families llama t5 --tp 4

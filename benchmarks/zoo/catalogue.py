@@ -1,4 +1,4 @@
-"""All models that there are to try, by name."""
+"""All models of the zoo, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a split run left behind beside what the unsplit one did: how far off, and what differs."""
+"""Compare what a split and the unsplit run left behind: how far off, and what differs."""
 
 from __future__ import annotations
 

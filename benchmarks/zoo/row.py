@@ -1,4 +1,4 @@
-"""What came of one model split one way, and the row of whatever is raised in a trial."""
+"""The row of one model split one way, and the row of an error that a trial raised."""
 
 from __future__ import annotations
 

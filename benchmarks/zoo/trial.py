@@ -1,4 +1,4 @@
-"""One model, tried: planned, run split in this process, and held to what plain PyTorch computes.
+"""One model, tried: planned, run split in this process, and compared with plain PyTorch.
 
 Tried(subject)      built, traced once
   .split("pp2")     a plan for two stages, run by the runtime's executors -> Row

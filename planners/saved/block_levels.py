@@ -65,7 +65,7 @@ class BlockLevels:
         return tuple(tuple(self.first + n for n in own.offsets) for own in self.found)
 
     def at(self, rows: int, forward: Sequence[Times], units: Units) -> tuple[BlockLevel, ...]:
-        """What the levels save and cost.
+        """The bytes that the levels save and the seconds that they cost.
 
         Args:
             forward: of each kind of device the forward seconds of the short graph's nodes.
@@ -138,7 +138,7 @@ def levels_of(
 
 
 def _most(levels: Sequence[OpLevel]) -> list[OpLevel]:
-    """The first level and at most `MOST` others, of which the last."""
+    """The first level, the last level, and some between: at most `MOST` after the first."""
     left = [*levels]
     while len(left) > MOST + 1:
         del left[

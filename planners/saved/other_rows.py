@@ -31,7 +31,7 @@ class JointRun(NamedTuple):
 
     Attributes:
         graph: the joint graph; to divide it changes it.
-        looks: of each node that ran the tensors that it made, by the node's position.
+        looks: the tensors that each node of the run made, by the node's position.
         low: the parameters of which there are copies in low precision.
     """
 
@@ -72,7 +72,7 @@ class JointGraphs:
         self._kinds[calls].sizes[rows] = sizes
 
     def at(self, rows: int) -> JointRun | None:
-        """The run of a number of rows between two that are known; None: it must be run."""
+        """The run of a number of rows between two known ones; None: the model must run."""
         for kind in self._kinds.values():
             sizes = _between(kind.sizes, rows, self.check)
             if sizes is not None:
@@ -101,7 +101,7 @@ def _between(
 
 
 def _calls(graph: JointGraph) -> tuple[Hashable, NDArray[np.int64]]:
-    """What the calls of a joint graph read, where they write it and what for; bytes of storages."""
+    """The reads and writes of a joint graph's calls with their purposes; bytes of storages."""
     nodes = _tape(graph).nodes
     place = {node: number for number, node in enumerate(nodes)}
     seen: dict[int, int] = {}

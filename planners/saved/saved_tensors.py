@@ -36,7 +36,7 @@ class KeptBytes(NamedTuple):
     Attributes:
         saved: the saved storages, by the rows.
         made: as `Profile` has it, by the rows.
-        made_in: the dtypes of values.
+        made_in: the dtypes of the nodes' results, by position.
         low: the parameters of which there are copies in low precision.
         levels: as `Seen` has them, at the fewest rows.
     """

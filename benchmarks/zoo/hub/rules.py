@@ -1,4 +1,4 @@
-"""What becomes of a field of a configuration, by its name: rules over numbers, lists and nothing.
+"""Rules that shrink a field of a configuration by its name: numbers, lists, and fields set to None.
 
 hidden_size 4096 -> 64      num_hidden_layers 32 -> 2      layer_types [..32] -> [..2]
 """

@@ -1,4 +1,4 @@
-"""Models that have a say in their own gradients."""
+"""Models that change how their own gradients are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms of a model: what it takes, what it gives, and how its parameters are named and shared."""
+"""Models with unusual inputs, outputs, or names and sharing of parameters."""
 
 from __future__ import annotations
 

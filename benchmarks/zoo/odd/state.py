@@ -1,4 +1,4 @@
-"""Models that keep something from one call to the next, or change what they were given."""
+"""Models that keep something from one call to the next, or change their inputs."""
 
 from __future__ import annotations
 
