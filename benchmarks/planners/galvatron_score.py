@@ -1,4 +1,4 @@
-"""A plan's seconds and bytes by Galvatron (Miao et al., VLDB 2022; Hetu-Galvatron 2.4.1).
+"""A plan's cost by formulas of Galvatron (Miao et al., VLDB 2022; Hetu-Galvatron 2.4.1).
 
 A transformer's layers are alike; each runs in a way of its own (`Way`), the embedding and the head
 together in one more. With r rows per micro-batch and replica, w devices per replica, n devices that

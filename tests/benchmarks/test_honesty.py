@@ -1,4 +1,4 @@
-"""What the rows of benchmarks/honesty mean; how good a prediction is, is not asked here."""
+"""What the rows of benchmarks/honesty mean; no test here judges a prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks run, and their rows say what their columns promise; how fast is not asked here."""
+"""The benchmarks run, and their rows say what their columns promise; no test here judges speed."""
 
 import json
 import subprocess

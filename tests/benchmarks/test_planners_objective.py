@@ -1,4 +1,4 @@
-"""What other planners minimise, over our cost functions: by hand, and by brute force."""
+"""Other planners' objectives over autopipe's cost functions, by hand and by brute force."""
 
 from __future__ import annotations
 

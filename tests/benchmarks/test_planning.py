@@ -1,4 +1,4 @@
-"""What benchmarks/planning reads from the command's talk; how fast it is is not asked here."""
+"""What benchmarks/planning reads from the command's output; no test here times the command."""
 
 from benchmarks.planning.__main__ import table
 from benchmarks.planning.case import CASES, ROOT, phases

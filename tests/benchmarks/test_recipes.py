@@ -1,4 +1,4 @@
-"""benchmarks/recipes: how a recipe is read, and what is said of one that cannot be built."""
+"""benchmarks/recipes: how a recipe is read, and the sentence about one that cannot be built."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`autopipe check` as one types it: what it prints, its exit codes, and what it makes smaller."""
+"""`autopipe check` as a user types it: its output, its exit codes, and what it shrinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How small a check makes a mesh, a step and a model."""
+"""How a check shrinks a mesh, a step and a model until they fit this machine."""
 
 from __future__ import annotations
 

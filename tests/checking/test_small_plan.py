@@ -1,4 +1,4 @@
-"""The words that a smaller plan keeps to: what runs again in backward, under names that stay."""
+"""A smaller plan keeps to the user's `--recompute`: names of blocks and ops stay the same."""
 
 from __future__ import annotations
 

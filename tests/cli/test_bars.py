@@ -1,4 +1,4 @@
-"""What long work says of itself: lines, and bars on a terminal."""
+"""The progress of long work: lines of text, and bars on a terminal."""
 
 import os
 import re

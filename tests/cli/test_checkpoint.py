@@ -1,4 +1,4 @@
-"""`autopipe checkpoint`: what it shows, what it finds unlike, and what others load of it."""
+"""`autopipe checkpoint`: what it shows, the differences it finds, and what other tools load."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A model whose parts come in the order of a set of texts, in processes with seeds of their own."""
+"""A model whose parts come in the order of a set of strings, which each process hashes anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan that is wrong, or asked for what it is not: one sentence, and no process is started."""
+"""A plan that is wrong, or used with options it does not fit: one sentence, no process started."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Which figures answer which need, and what a record may hold."""
+"""Which figures a model's need asks for, and which figures a record may hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices hold their parts of the same tensors, and what is between them."""
+"""Which devices make a tensor-parallel group, and which links join them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of how a model is run as it is."""
+"""Fixtures of the tests that run a model without a graph."""
 
 import pytest
 

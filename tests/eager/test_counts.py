@@ -1,4 +1,4 @@
-"""What a model counts in Python is seen wherever it counts, though two calls do the same."""
+"""A number that a model counts in Python is found, though two calls compute the same."""
 
 import logging
 from array import array

@@ -1,4 +1,4 @@
-"""Random numbers from outside torch are seen, however seldom they matter, whoever keeps them."""
+"""Random numbers from outside torch are found, however seldom they change a result."""
 
 import random
 from random import uniform

@@ -1,4 +1,4 @@
-"""Expressions as text: laid out as `ruff format` would, which is asked; and names that are free."""
+"""Expressions as text: laid out as `ruff format` itself does; and names that are not taken."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""An emitted stage traced back: the graphs that `lower` made it of."""
+"""An emitted stage, traced again, has the graphs that `lower` made."""
 
 from textwrap import dedent
 

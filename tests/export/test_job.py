@@ -1,4 +1,4 @@
-"""A plan as a launcher sees it, the settings by kind of link, and words that mean nothing there."""
+"""A plan's job for a launcher: ranks, settings by kind of link, words that a target refuses."""
 
 from dataclasses import replace
 

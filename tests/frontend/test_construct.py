@@ -1,4 +1,4 @@
-"""Constructors that do what they like with weights, run with as few of them as they let one."""
+"""Constructors that read or write weights: they run with as little weight memory as they allow."""
 
 import resource
 from collections.abc import Callable

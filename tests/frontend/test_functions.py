@@ -1,4 +1,4 @@
-"""Functions that hold parts of a model hold those of its copy, in whatever they hold them."""
+"""Functions that refer to parts of a model refer to its copy's parts after copying."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What counts as a loss, and what may be read in two ways and is refused."""
+"""Which results are a loss, and which are refused since they can be read in two ways."""
 
 import pytest
 import torch

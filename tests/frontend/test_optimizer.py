@@ -1,4 +1,4 @@
-"""An optimizer of a rank's parameters has to be that of all of them, as far as these go."""
+"""An optimizer made for a rank's parameters treats them as one made for all parameters does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is heard in a command, and while a model is built and traced: its author, and no library."""
+"""Commands print what a model's author prints or warns of, and nothing from libraries."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The user's line, whatever stands between it and us."""
+"""Errors name the user's own line, whichever frames of libraries lie above it."""
 
 import contextlib
 import importlib

@@ -1,4 +1,4 @@
-"""`autopipe diff`: what two plans train, how they differ, and its exit codes."""
+"""`autopipe diff`: whether two plans train the same, how they differ, and its exit codes."""
 
 import json
 import re

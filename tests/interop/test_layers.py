@@ -1,4 +1,4 @@
-"""Stages in whole layers, and what a runtime has no words for: each sentence with its reason."""
+"""Stages in whole layers; for each decision that a runtime cannot express, a sentence says why."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Which parts of layers have names in Megatron-LM, and what is left to a sentence."""
+"""Which recomputed parts of layers have names in Megatron-LM; a sentence tells of other parts."""
 
 from dataclasses import replace
 

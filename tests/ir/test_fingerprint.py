@@ -1,4 +1,4 @@
-"""What a fingerprint tells apart, and how it names the place."""
+"""Which graphs a fingerprint tells apart, and how it names the place where they differ."""
 
 from functools import cache
 

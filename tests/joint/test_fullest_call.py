@@ -1,4 +1,4 @@
-"""What is there at each call of a backward: small graphs by hand, and real runs as an oracle."""
+"""The bytes alive at each call of a backward: small graphs by hand, real runs as an oracle."""
 
 from __future__ import annotations
 

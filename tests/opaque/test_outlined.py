@@ -1,4 +1,4 @@
-"""Lines of a method that are a method of their own: the function computes what it did."""
+"""Lines of a method become a method of their own: the result stays the same."""
 
 import functools
 import types

@@ -1,4 +1,4 @@
-"""What a call that runs as it is may not do, and what it does to the tensors it is given."""
+"""Effects of a call that runs as it is: which are refused, and which change its arguments."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What a call is given and gives, as text: tuples, dicts, objects; slots for its tensors."""
+"""Arguments and results of a call as text: tuples, dicts, objects; slots for tensors."""
 
 from dataclasses import dataclass
 

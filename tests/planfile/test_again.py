@@ -1,4 +1,4 @@
-"""What runs again, in words."""
+"""The blocks and ops that run again, in words."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What files of tests may ask for that plan the same models again and again."""
+"""Fixtures of the tests that plan the same models several times."""
 
 from collections.abc import Iterator
 

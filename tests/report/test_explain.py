@@ -1,4 +1,4 @@
-"""What a person is shown of a plan in a terminal: whole screens, as they are printed."""
+"""`autopipe explain`: whole screens, as a terminal shows them."""
 
 import re
 from dataclasses import replace

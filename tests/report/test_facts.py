@@ -1,4 +1,4 @@
-"""What is said of a plan: what was decided, its fullest device, those that have no work."""
+"""Sentences about a plan: its decisions, its fullest device, devices without work."""
 
 from dataclasses import replace
 

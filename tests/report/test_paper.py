@@ -1,4 +1,4 @@
-"""How terms, tables and paragraphs are set out in so many columns."""
+"""How terms, tables and paragraphs are laid out in a number of columns."""
 
 import pytest
 

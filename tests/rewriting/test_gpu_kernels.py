@@ -1,4 +1,4 @@
-"""What is kept for backward where a GPU has a kernel and a CPU writes the op out."""
+"""Which tensors are saved for backward where a GPU has one kernel and a CPU several ops."""
 
 from collections import Counter
 from collections.abc import Callable

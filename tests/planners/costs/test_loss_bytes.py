@@ -1,4 +1,4 @@
-"""What a loss has for a moment, beside what a backward on this processor really has."""
+"""The momentary bytes of a loss, beside those that a backward on this processor allocates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensor-parallel degrees there are, and what those cost that send something."""
+"""Which tensor-parallel degrees are tried, and the cost of degrees with exchanges."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What `plan` makes of what it is asked."""
+"""How `plan` reads its arguments, and which values it refuses."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Compiled stages or not: who asks for them, who gets them."""
+"""When a plan has compiled stages: asked for, refused, or chosen."""
 
 import pytest
 import torch

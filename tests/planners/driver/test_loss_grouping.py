@@ -1,4 +1,4 @@
-"""A loss whose value depends on how rows are cut into micro-batches is told."""
+"""A loss whose value depends on how rows are cut into micro-batches is reported."""
 
 import pytest
 import torch

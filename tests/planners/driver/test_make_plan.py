@@ -1,4 +1,4 @@
-"""`plan`: what is asked, what is found where nothing is asked, and what is refused."""
+"""`plan`: what a user constrains, what is chosen without constraints, and what is refused."""
 
 import re
 from dataclasses import replace

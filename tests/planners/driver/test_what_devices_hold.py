@@ -1,4 +1,4 @@
-"""Bytes of a plan: low precision, blocks that run again, states that are dealt out."""
+"""Bytes of a plan: low precision, blocks that run again, sharded states."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What a plan says that its step computes, and what the seconds of its stages go to."""
+"""The model FLOPs in a plan, and the seconds of its stages by cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From every config's best to one answer: its bound, its ties, and what else there was."""
+"""From every config's best to one answer: its bound, its ties, and its alternatives."""
 
 from __future__ import annotations
 

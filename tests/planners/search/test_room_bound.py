@@ -1,4 +1,4 @@
-"""Configs told to have no room without a look at their cuts."""
+"""Configs that are known to exceed memory before their cuts are tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schedule goes on with each parameter's own rates, whichever ranks have it before and after.
+"""A schedule goes on with each parameter's own rates, whichever ranks hold each.
 
 Ranks are pretended, one after the other: each has an optimizer with the groups of its parameters.
 """

@@ -1,4 +1,4 @@
-"""What a process notes that is asked to stop, as a process of its own tells."""
+"""What a process notes when it is asked to stop, in a real process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What `--log-dir` keeps of each rank, beside the terminal."""
+"""Which output of each rank `--log-dir` writes to files, beside the terminal."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Messages come whole and in order, and whoever says anything else is not listened to."""
+"""Messages come whole and in order, and a sender of anything else is ignored."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""That `--local N` starts what it says, tells what became of it, and leaves nothing behind."""
+"""`--local N` starts N processes, reports how each ended, and leaves none behind."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Which rank tells an error: one of them, whoever has met it."""
+"""Which rank prints an error: exactly one, whichever ranks have met it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sentences that a verdict is made of."""
+"""The sentences of a verdict."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Micro-batches weigh as their labels are many: of three with 8, 6 and 2 of 8 labels."""
+"""Micro-batches are weighted by their number of labels: three with 8, 6 and 2 of 8 labels."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a run says of its steps: which of them, and what of each."""
+"""Which steps a run prints, and which figures of each."""
 
 import os
 import pty
