@@ -24,7 +24,7 @@ def dtype_of(node: NodeOf, number: int) -> torch.dtype:
     """The dtype of a number.
 
     Raises:
-        ModelError: torch has none that gradients go through.
+        ModelError: torch has no such dtype that gradients go through.
     """
     if number not in DTYPES:
         raise node.refuse(f"data type {number} is not read")
@@ -32,7 +32,7 @@ def dtype_of(node: NodeOf, number: int) -> torch.dtype:
 
 
 def of_tensors(function: Callable[..., Tensor]) -> Function:
-    """A function of tensors alone as that of a node."""
+    """A node's function from a function of tensors alone."""
 
     def compute(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
         return function(*(as_tensor(value) for value in inputs if value is not None))
@@ -41,7 +41,7 @@ def of_tensors(function: Callable[..., Tensor]) -> Function:
 
 
 def of_either(on_sizes: Callable[..., Any], on_tensors: Callable[..., Tensor]) -> Function:
-    """A function that gives sizes of sizes, and else a tensor."""
+    """A node's function that returns sizes if all inputs are sizes, else a tensor."""
 
     def compute(node: NodeOf, inputs: Sequence[Value]) -> Value:
         if all(is_sizes(value) for value in inputs):

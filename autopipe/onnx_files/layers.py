@@ -18,7 +18,7 @@ def _given(inputs: Sequence[Value], place: int) -> Tensor | None:
 
 
 def _gemm(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
-    """alpha * A' B' + beta * C, as a linear layer where that is what it is."""
+    """alpha * A' B' + beta * C, as a linear layer where it is one."""
     left, right = as_tensor(inputs[0]), as_tensor(inputs[1])
     alpha, beta, bias = node.get("alpha", 1.0), node.get("beta", 1.0), _given(inputs, 2)
     left = left.t() if node.get("transA", 0) else left
@@ -50,7 +50,7 @@ def _padding(node: NodeOf, x: Tensor, kernel: Sequence[int], value: float = 0.0)
         pads = list(node.get("pads", [0] * 2 * dims))
     if not any(pads):
         return x
-    # torch begins with the last dim: (begin, end) of each.
+    # torch lists (begin, end) of each dim, the last dim first.
     order = [pads[dim + end * dims] for dim in reversed(range(dims)) for end in (0, 1)]
     return F.pad(x, order, value=value)
 
@@ -73,7 +73,7 @@ def _symmetric(node: NodeOf, dims: int) -> list[int] | None:
 
 
 def _pool_pads(node: NodeOf, kernel: Sequence[int]) -> list[int] | None:
-    """The same of a pool, whose own pads are at most half of its kernel in torch."""
+    """`_symmetric` for a pool; torch pads a pool by at most half of its kernel."""
     pads = _symmetric(node, len(kernel))
     fits = pads is not None and all(2 * pad <= k for pad, k in zip(pads, kernel, strict=True))
     return pads if fits else None
@@ -165,7 +165,7 @@ def _batch_norm(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
     eps = node.get("epsilon", 1e-5)
     if not mean.requires_grad and not variance.requires_grad:
         return F.batch_norm(x, mean, variance, scale, shift, eps=eps)
-    # Computed from this batch by nodes before: torch's own op has no gradients for them.
+    # Earlier nodes computed these from this batch: torch's own op has no gradients for them.
     mean, variance, scale, shift = (
         each.reshape(-1, *[1] * (x.ndim - 2)) for each in (mean, variance, scale, shift)
     )

@@ -6,9 +6,9 @@
     other constants of integers                                buffers
     a matrix that equals another one, or its transpose         the same parameter: a tied weight
 
-Exporters turn round the weights of linear layers while they write them, and so write a weight twice
-that an embedding has too, and one of several layers for each of them. Trained as two it would be
-another model than the one exported.
+Exporters transpose the weights of linear layers. So they write a weight twice that a linear layer
+shares with an embedding, and a weight of several layers once for each. Training the copies apart
+would train another model than the exported one.
 
 A name as `layers.0.mlp.weight` makes submodules, as in the model that the file was exported from.
 """
@@ -57,7 +57,7 @@ of classes."""
 
 @dataclass(frozen=True)
 class Step:
-    """A node that is run: its function on these values, which makes those."""
+    """A node's run: its function, the names of the values it reads, and of those it makes."""
 
     node: NodeOf
     function: Function
@@ -184,7 +184,7 @@ class OnnxModule(nn.Module):
 
 
 class _Matrices:
-    """Finds matrices that equal others, or others transposed."""
+    """Finds matrices that equal earlier ones, or the transpose of one."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, list[tuple[str, np.ndarray[Any, Any]]]] = {}
@@ -203,7 +203,7 @@ class _Matrices:
 
 
 def _ends(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
-    """What tells most matrices apart without reading all of them."""
+    """Shape, dtype and two corners of a matrix, which tell most matrices apart."""
     return array.shape, array.dtype.str, float(array[0, 0]), float(array[-1, -1])
 
 
@@ -217,7 +217,7 @@ def from_onnx(path: str | Path) -> nn.Module:
         path: the file; large weights may lie in files beside it.
 
     Returns:
-        a module in fp32, or in whatever the file's initializers are.
+        a module in the dtypes of the file's initializers, mostly fp32.
 
     Raises:
         ModelError: onnx is not installed, this is no ONNX file, or an op of it is not read.
@@ -263,7 +263,7 @@ def _read(path: Path) -> onnx.ModelProto:
 
 
 def _inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """What a run is given; old files list their initializers among the inputs."""
+    """The inputs of a run; old files list their initializers among them."""
     held = {tensor.name for tensor in graph.initializer}
     return [value for value in graph.input if value.name not in held]
 
@@ -279,7 +279,7 @@ def _array(tensor: onnx.TensorProto, path: Path) -> np.ndarray[Any, Any]:
 
 
 def _is_default(node: onnx.NodeProto, own: onnx.AttributeProto, version: int) -> bool:
-    """Whether an attribute has the value that its op has where nobody says."""
+    """Whether an attribute has its op's default value."""
     from onnx import defs, helper
 
     if not defs.has(node.op_type, version, ""):
@@ -300,7 +300,7 @@ def _constant(node: NodeOf) -> np.ndarray[Any, Any]:
 
 
 def _trained(graph: onnx.GraphProto) -> frozenset[str]:
-    """The initializers that training changes: floats, but running figures and single numbers."""
+    """The initializers that training changes: floats, except running figures and single numbers."""
     fixed = {
         node.input[place]
         for node in graph.node
@@ -319,7 +319,7 @@ def _entry(value: onnx.ValueInfoProto, file: str) -> FileInput:
     """An input of the file.
 
     Raises:
-        ModelError: it is no tensor, or of a dtype that is not read.
+        ModelError: the entry is no tensor, or has a dtype that is not read.
     """
     tensor = value.type.tensor_type
     if not value.type.HasField("tensor_type") or tensor.elem_type not in DTYPES:
@@ -332,7 +332,7 @@ def _entry(value: onnx.ValueInfoProto, file: str) -> FileInput:
 
 
 def _python_names(name: str) -> Sequence[str]:
-    """The parts of a name between its dots, each as Python may have it."""
+    """The parts of a name between its dots, each as an attribute that a module may have."""
     found = [re.sub(r"\W", "_", part) for part in name.split(".") if part] or ["value"]
     taken = dir(nn.Module())
     return [f"{part}_" if keyword.iskeyword(part) or part in taken else part for part in found]

@@ -1,6 +1,6 @@
 """Which function computes which op of ONNX, and which attributes it reads.
 
-An attribute that no function reads would be left out without a word: a node that has one is
+Ignoring an attribute would change the model without a word: a node whose function ignores one is
 refused, unless its value is the op's default (`module` leaves those out) or changes no number.
 """
 
@@ -112,7 +112,7 @@ def function_of(node: NodeOf) -> Function:
     """The function of a node's op.
 
     Raises:
-        ModelError: there is none, or the node has an attribute that it does not read.
+        ModelError: the op has no function, or its function does not read one of the attributes.
     """
     if node.op in OPS:
         for name in node.attributes.keys() - IDLE - {*READ.get(node.op, "").split()}:

@@ -147,7 +147,7 @@ class Saving:
                     )
                     if rest.any() or off:
                         break
-                    # The most of several sums: never above the line between two of its points.
+                    # A maximum of sums is convex: never above the line between two of its points.
                     more = -((low.made - high.made) * share[0] // share[1])
                     lines[size] = _SavedLine(low, (sizes[0] + rise).tolist(), low.made + more)
                 else:
