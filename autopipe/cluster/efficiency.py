@@ -19,8 +19,8 @@ achievable matmul FLOPS.
 """
 
 STEADY, STEADY_NEWER = 0.82, 0.71
-"""Share of that rate which matmuls hold all through a training step: A100, and H100 and H200 of
-700 W; those of less power, and newer devices.
+"""Share of that rate which matmuls hold all through a training step: the first on A100, and on H100
+and H200 of 700 W; the second on H100 and H200 of less power, and on newer devices.
 
 Power and heat slow the clocks of a device that is never idle. Fitted to published training runs, on
 A100 and on H100 of 500 W; benchmarks/published has the errors that are left. One H100 of 700 W,
@@ -54,8 +54,8 @@ RESERVE = 2 * 2**30
 """Bytes of a GPU that hold no tensor: CUDA's context, libraries, NCCL's buffers."""
 
 FRAGMENTED = 0.038
-"""What the caching allocator has and cannot use, as a share of what tensors hold: sizes rounded up,
-and gaps that nothing fits into.
+"""Bytes that the caching allocator has and cannot use, as a share of tensors' bytes: sizes rounded
+up, and gaps that nothing fits into.
 
 Measured by others in 37 runs of Megatron-LM on B200: the median of peak reserved over peak
 allocated bytes; from 2.8 to 9.3 %, so that a plan which fills a device may still run out of memory
