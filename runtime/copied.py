@@ -89,9 +89,8 @@ def _states(model: nn.Module) -> dict[str, Tensor]:
 def _look(tensor: Tensor | None, place: _Weight) -> _Sight:
     """Another trace writes buffers and restores them: these count by their elements alone."""
     trained = isinstance(tensor, nn.Parameter)
-    if tensor is None or not (
-        place.copied or trained
-    ):  # whether a buffer is another is `Between`'s
+    # Whether a buffer was replaced by another tensor is looked at by `Between`.
+    if tensor is None or not (place.copied or trained):
         return _Sight(None)
     if not place.copied:
         return _Sight(tensor)

@@ -71,8 +71,8 @@ def _model(factory: Factory, smaller: Smaller) -> nn.Module:
 def _widened(model: nn.Module) -> nn.Module:
     """The model in fp64; `double()` leaves complex numbers of 64 bits as they are."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.dtype == torch.complex64:
-            tensor.data = tensor.data.to(torch.complex128)
+        if tensor.is_complex():
+            tensor.data = _double(tensor.data)
     return model.double()
 
 

@@ -61,10 +61,8 @@ def _kind(
     Raises:
         ModelError: torch has no such mode.
     """
-    mode, how = (
-        node.get("mode", "nearest"),
-        node.get("coordinate_transformation_mode", "half_pixel"),
-    )
+    mode = node.get("mode", "nearest")
+    how = node.get("coordinate_transformation_mode", "half_pixel")
     center = how in ("half_pixel", "pytorch_half_pixel")
     sizes = [*zip(before, after, strict=True)]
     if mode == "nearest":

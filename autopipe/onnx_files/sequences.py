@@ -20,12 +20,8 @@ def _split(node: NodeOf, inputs: Sequence[Value]) -> Value:
     if len(inputs) < 2 or inputs[1] is None:
         parts = torch.split(x, 1, axis)
         return [*parts] if node.get("keepdims", 1) else [part.squeeze(axis) for part in parts]
-    given = ints(node, inputs[1])
-    return [*torch.split(x, int(given[0]) if _is_single(inputs[1]) else given, axis)]
-
-
-def _is_single(value: Value) -> bool:
-    return as_tensor(value).ndim == 0
+    given, single = ints(node, inputs[1]), as_tensor(inputs[1]).ndim == 0
+    return [*torch.split(x, int(given[0]) if single else given, axis)]
 
 
 def _place(node: NodeOf, value: Value) -> int:
@@ -33,7 +29,7 @@ def _place(node: NodeOf, value: Value) -> int:
 
 
 def _at(node: NodeOf, inputs: Sequence[Value]) -> Value:
-    return tensors(node, inputs[0])[_place(node, inputs[1])]
+    return _tensors(node, inputs[0])[_place(node, inputs[1])]
 
 
 def _made(node: NodeOf, inputs: Sequence[Value]) -> Value:
@@ -41,28 +37,28 @@ def _made(node: NodeOf, inputs: Sequence[Value]) -> Value:
 
 
 def _inserted(node: NodeOf, inputs: Sequence[Value]) -> Value:
-    found = [*tensors(node, inputs[0])]
+    found = [*_tensors(node, inputs[0])]
     place = _place(node, inputs[2]) if len(inputs) > 2 else len(found)
     found.insert(place, as_tensor(inputs[1]))
     return found
 
 
 def _erased(node: NodeOf, inputs: Sequence[Value]) -> Value:
-    found = [*tensors(node, inputs[0])]
+    found = [*_tensors(node, inputs[0])]
     del found[_place(node, inputs[1]) if len(inputs) > 1 else -1]
     return found
 
 
 def _length(node: NodeOf, inputs: Sequence[Value]) -> Value:
-    return sizes([len(tensors(node, inputs[0]))])[0:1].reshape(())
+    return sizes([len(_tensors(node, inputs[0]))]).reshape(())
 
 
 def _joined(node: NodeOf, inputs: Sequence[Value]) -> Value:
     join = torch.stack if node.get("new_axis", 0) else torch.cat
-    return join(tensors(node, inputs[0]), node.get("axis"))
+    return join(_tensors(node, inputs[0]), node.get("axis"))
 
 
-def tensors(node: NodeOf, value: Value) -> list[Tensor]:
+def _tensors(node: NodeOf, value: Value) -> list[Tensor]:
     """A value that is a sequence.
 
     Raises:

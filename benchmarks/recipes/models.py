@@ -105,6 +105,11 @@ def _chosen(count: int, of: int, width: int) -> dict[str, int]:
     return {"num_experts": of, "num_experts_per_tok": count, "moe_intermediate_size": width}
 
 
+def _local(count: int, of: int) -> dict[str, int]:
+    """The same fields of a Mixtral or a gpt-oss."""
+    return {"num_local_experts": of, "num_experts_per_tok": count}
+
+
 _QWEN3_NEXT = {**_chosen(10, 512, 512), "shared_expert_intermediate_size": 512}
 _DEEPSEEK = {
     **{"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1},
@@ -131,51 +136,13 @@ DECODERS = {
     "qwen3_8b": Decoder("Qwen3", 36, 4096, 32, 8, 12288, _QWEN3, 4096, 128),
     "qwen3_14b": Decoder("Qwen3", 40, 5120, 40, 8, 17408, _QWEN3, 4096, 128),
     "qwen3_32b": Decoder("Qwen3", 64, 5120, 64, 8, 25600, _QWEN3, 4096, 128),
-    "mixtral_8x7b": Decoder(
-        "Mixtral",
-        32,
-        4096,
-        32,
-        8,
-        14336,
-        32000,
-        4096,
-        experts={"num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
-    "mixtral_8x22b": Decoder(
-        "Mixtral",
-        56,
-        6144,
-        48,
-        8,
-        16384,
-        32768,
-        4096,
-        experts={"num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
+    "mixtral_8x7b": Decoder("Mixtral", 32, 4096, 32, 8, 14336, 32000, 4096, experts=_local(2, 8)),
+    "mixtral_8x22b": Decoder("Mixtral", 56, 6144, 48, 8, 16384, 32768, 4096, experts=_local(2, 8)),
     "gpt_oss_20b": Decoder(
-        "GptOss",
-        24,
-        2880,
-        64,
-        8,
-        2880,
-        201088,
-        4096,
-        64,
-        experts={"num_local_experts": 32, "num_experts_per_tok": 4},
+        "GptOss", 24, 2880, 64, 8, 2880, 201088, 4096, 64, experts=_local(4, 32)
     ),
     "gpt_oss_120b": Decoder(
-        "GptOss",
-        36,
-        2880,
-        64,
-        8,
-        2880,
-        201088,
-        4096,
-        64,
-        experts={"num_local_experts": 128, "num_experts_per_tok": 4},
+        "GptOss", 36, 2880, 64, 8, 2880, 201088, 4096, 64, experts=_local(4, 128)
     ),
     "qwen3_30b_a3b": Decoder(
         "Qwen3Moe", 48, 2048, 32, 4, 6144, _QWEN3, 4096, 128, experts=_chosen(8, 128, 768)

@@ -11,8 +11,8 @@ levels of blocks (`joint.levels`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -29,7 +29,14 @@ from autopipe.joint.levels import OpLevel, levels
 from autopipe.joint.split_backward import Division, divide, needed
 from autopipe.joint.wanted import Wanted
 from autopipe.planners.saved.other_rows import JointGraphs, JointRun
-from autopipe.planners.saved.watched_run import POSITION, KeptStorage, TensorLook, watched_stage
+from autopipe.planners.saved.watched_run import (
+    POSITION,
+    KeptStorage,
+    TensorLook,
+    Watch,
+    WatchedStage,
+    watched_stage,
+)
 from autopipe.stages.op_tape import MADE, SEGMENT
 from autopipe.stages.precision import computing
 from autopipe.util.progress import phase
@@ -90,24 +97,27 @@ def observe_saved(
             if known:
                 known.add(rows, run)
         return _of_graphs(short, run, segments, seconds)
-    with watched_stage(short, precision, rows, segments) as stage:
-        with phase(_counting(rows), of=len(stage.lowered.module.graph.nodes)) as done:
-            watch = stage.watch(done)
-            with observing(watch.pack), computing(stage.arithmetic):
-                watch.run(*stage.inputs)
+    with _watching(short, precision, rows, segments) as (stage, watch):
+        with observing(watch.pack), computing(stage.arithmetic):
+            watch.run(*stage.inputs)
     made_by = np.zeros(len(short.graph.nodes), np.int64)
     return _seen(short, watch.kept, watch.looks, tuple(stage.lowered.low), {}, made_by)
 
 
-def _counting(rows: int) -> str:
-    return f"counting what is kept of {rows} rows"
+@contextmanager
+def _watching(
+    short: Short, precision: str, rows: int, segments: Sequence[str | None]
+) -> Iterator[tuple[WatchedStage, Watch]]:
+    """A stage of so many rows, and what notes its run; a phase counts the nodes that have run."""
+    with watched_stage(short, precision, rows, segments) as stage:
+        nodes = len(stage.lowered.module.graph.nodes)
+        with phase(f"counting what is kept of {rows} rows", of=nodes) as done:
+            yield stage, stage.watch(done)
 
 
 def _joint_run(short: Short, precision: str, rows: int, segments: Sequence[str | None]) -> JointRun:
-    with watched_stage(short, precision, rows, segments) as stage:
-        with phase(_counting(rows), of=len(stage.lowered.module.graph.nodes)) as done:
-            watch = stage.watch(done)
-            return JointRun(stage.joint(watch), watch.looks, tuple(stage.lowered.low))
+    with _watching(short, precision, rows, segments) as (stage, watch):
+        return JointRun(stage.joint(watch), watch.looks, tuple(stage.lowered.low))
 
 
 def _of_graphs(
