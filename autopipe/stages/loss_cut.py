@@ -1,6 +1,6 @@
 """Cut a graph in two: what each micro-batch runs, and the loss of the whole batch (`whole_loss`).
 
-The loss has the nodes of the tail (`stages.loss_tail`), and nodes that serve them and depend on the
+The loss has the nodes of the tail (`rows.loss_tail`), and nodes that serve them and depend on the
 batch only. The model's values that it reads are embeddings: inputs of the loss, and results of the
 other graph, which ends in nodes for their gradients. A parameter that the loss reads is copied by
 such a node.
@@ -31,7 +31,8 @@ from autopipe.ir.graph import (
     values_in,
 )
 from autopipe.planfile.contents import BATCH
-from autopipe.stages.loss_tail import groups, rows_dim, tail
+from autopipe.rows.loss_tail import tail
+from autopipe.rows.row_dims import groups, rows_dim
 from autopipe.stages.whole_loss import Embedding, WholeLoss
 
 _ASKED = f'loss_over="{BATCH}" was asked for'

@@ -13,7 +13,6 @@ Other rooms use: `make_plan.plan`, `replan.replan`, `arguments`, `outcomes`,
     arguments      each argument checked and completed
     precisions     the precision asked for, or the first usual one in which the model runs
     against_eager  the graph computes what the model does
-    loss_grouping  the loss is the same however its rows are grouped
     candidate      one tensor-parallel degree: its Problem, its search
     loss_parts     the loss whole, or from parts of its vocabulary
     choose         the best plan over all degrees

@@ -30,13 +30,7 @@ from autopipe.planfile.contents import BATCH, ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.costs.precision_of import need
 from autopipe.planners.costs.tp_degrees import check_degree
-from autopipe.planners.driver import (
-    against_eager,
-    against_whole,
-    arguments,
-    loss_grouping,
-    precisions,
-)
+from autopipe.planners.driver import against_eager, against_whole, arguments, precisions
 from autopipe.planners.driver.arguments import examples, second
 from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.request import (
@@ -47,6 +41,7 @@ from autopipe.planners.driver.request import (
     left_alone,
 )
 from autopipe.planners.model.problem import Constraints
+from autopipe.rows import loss_grouping, row_mixing
 from autopipe.stages.bind import check_runs
 from autopipe.stages.loss_cut import apart
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
@@ -343,6 +338,9 @@ def _check_gradient(graph: Graph) -> None:
 def _check_loss(
     request: PlanRequest, trace: Trace, example: Any, specs: Sequence[InputSpec], say: Say
 ) -> None:
-    """Refuse a loss that changes when the batch is cut into replicas and micro-batches."""
+    """Refuse a loss that changes when the batch is cut into replicas and micro-batches; say what
+    else does."""
     more = examples(request.inputs, example, specs)
     loss_grouping.check(trace, more, request.loss, request.loss_over, say)
+    if request.loss_over != BATCH and (line := row_mixing.remark(trace, more)):
+        say(line)

@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "rewriting": "util planfile ir sharding",
     "opaque": "util planfile ir frontend eager rewriting",
     "tracing": "util planfile ir frontend eager opaque rewriting",
-    "stages": "util schedules planfile ir frontend tracing sharding rewriting",
+    "rows": "util planfile ir frontend rewriting tracing",
+    "stages": "util schedules planfile ir frontend tracing sharding rewriting rows",
     "joint": "util planfile ir frontend tracing sharding stages",
     "emit": "util schedules planfile ir frontend tracing sharding rewriting stages",
     "planners.model": "util cluster schedules planfile",
@@ -45,7 +46,7 @@ MAY_IMPORT = {
     "planners.costs": "util cluster schedules planfile ir tracing sharding stages joint "
     "planners.model planners.search planners.saved",
     "planners.driver": "util cluster schedules planfile report ir frontend eager tracing sharding "
-    "rewriting stages joint planners.model planners.search planners.costs runtime.probe",
+    "rewriting rows stages joint planners.model planners.search planners.costs runtime.probe",
     "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing sharding "
     "rewriting stages joint planners.model planners.search planners.saved planners.costs "
     "planners.driver",

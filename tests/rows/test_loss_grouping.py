@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import autopipe
 from autopipe import Plan, SumCount
 from autopipe.errors import AutopipeError, ModelError
-from autopipe.planners.driver import loss_grouping
+from autopipe.rows import loss_grouping
 from autopipe.util import codec
 from tests.support.inprocess import machine
 from tests.support.shell import LINE, changed

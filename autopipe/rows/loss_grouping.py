@@ -15,46 +15,26 @@ float64, so that rounding cannot explain a difference.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, TypeAlias
 
-import sympy
 import torch
-from torch import Tensor
 
 from autopipe.errors import ModelError
 from autopipe.frontend import batch
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.user_lines import begins
 from autopipe.ir.dataflow import Dataflow, analyse
-from autopipe.ir.graph import (
-    READ_OP,
-    REGION_OP,
-    Arg,
-    Graph,
-    Input,
-    Node,
-    Ref,
-    State,
-    TensorSpec,
-    Value,
-    at_batch,
-    bytes_at,
-    resolve,
-    shape_at,
-)
+from autopipe.ir.graph import READ_OP, REGION_OP, Input
 from autopipe.planfile.contents import BATCH as OVER_BATCH
 from autopipe.planfile.contents import MICRO_BATCH
 from autopipe.rewriting.label_counts import LabelCounts, label_counts, leaving_out
-from autopipe.stages.loss_tail import RowsUnknown, drawn, loss_nodes, rows_in
-from autopipe.tracing.source import keeping_default_dtype
+from autopipe.rows.loss_tail import loss_nodes
+from autopipe.rows.row_dims import RowsUnknown
+from autopipe.rows.row_runs import HALF, ROWS, Leaves, Ran, RowRuns
 from autopipe.tracing.trace import Trace
 from autopipe.util.progress import Say
-
-ROWS = 4
-"""Rows of the whole: halves of two rows, since one row cannot be compared with another."""
 
 MOST_BYTES = 2**28
 """Limit on the bytes of all values between the random ones and the loss: about a second's work."""
@@ -70,10 +50,6 @@ ROUGHLY = 1e-3
 
 ALIKE = 1e-4
 """Tolerance for shares, quotients of differences: a loss that runs as it is gives 32 bits."""
-
-Leaves: TypeAlias = Mapping[str, batch.Leaf]
-Make: TypeAlias = Callable[..., Tensor]
-Draw: TypeAlias = Callable[[Value, TensorSpec], Tensor]
 
 
 def check(
@@ -126,7 +102,7 @@ def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) 
         holes = leaving_out(first, read) if not traced.reads else []
         tried += [(one, 2, " and a batch of which masks leave some out") for one in holes]
     for found, draws, beside in tried:
-        halves = [batch.slice_rows(traced.inputs, found, n, n + ROWS // 2) for n in (0, ROWS // 2)]
+        halves = [batch.slice_rows(traced.inputs, found, n, n + HALF) for n in (0, HALF)]
         try:
             apart = _apart(tail, found, halves, labels, draws)
         except RowsUnknown as why:
@@ -137,7 +113,7 @@ def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) 
 
 
 def _apart(
-    tail: _Tail,
+    tail: RowRuns,
     leaves: Leaves,
     halves: list[dict[str, Any]],
     labels: LabelCounts | None,
@@ -149,7 +125,10 @@ def _apart(
     for made_up in (torch.randn, torch.rand):  # not every loss is defined on any number
         for minor in (False, True):
             try:
-                every = [tail.values(leaves, halves, made_up, minor, seed) for seed in range(draws)]
+                every = [
+                    _losses(tail.runs(leaves, halves, made_up, minor=minor, seed=seed))
+                    for seed in range(draws)
+                ]
             except RowsUnknown:
                 raise
             except Exception:  # whatever the ops of the loss raise
@@ -250,100 +229,13 @@ def _refusal(
     )
 
 
-@dataclass(frozen=True)
-class _Tail:
-    """The end of a graph; results of the nodes in `given`, parameters and buffers are random."""
-
-    graph: Graph
-    nodes: tuple[Node, ...]
-    given: frozenset[str]
-
-    def bytes(self, node: Node) -> int:
-        """Upper limit on the bytes of a node's results for all rows, in float64."""
-        return sum(bytes_at(spec, ROWS) * 8 // spec.dtype.itemsize for spec in node.outputs if spec)
-
-    def values(
-        self, leaves: Leaves, halves: list[dict[str, Any]], made_up: Make, minor: bool, seed: int
-    ) -> Values:
-        """The loss of all rows, and of each half.
-
-        Args:
-            made_up: draws the random values: `torch.randn` or `torch.rand`.
-            minor: whether in a dim of 3*b the rows come last: `[3, b]` and not `[b, 3]`.
-            seed: of the generator of the random values.
-
-        Raises:
-            RowsUnknown: the rows of a random value cannot be separated.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        whole: dict[Value, Tensor] = {}
-
-        def draw(value: Value, spec: TensorSpec) -> Tensor:
-            if value not in whole:
-                shape = shape_at(spec, ROWS)
-                whole[value] = drawn(shape, spec.dtype, made_up, generator)
-            return whole[value].clone()
-
-        def part(first: int) -> Draw:
-            rows = (ROWS, first, half)
-            return lambda value, spec: rows_in(whole[value], spec, rows, minor).clone()
-
-        half = ROWS // 2
-        with keeping_default_dtype():
-            torch.set_default_dtype(torch.float64)  # of what the loss makes from numbers
-            return (
-                self._run(ROWS, leaves, draw),
-                self._run(half, halves[0], part(0)),
-                self._run(half, halves[1], part(half)),
-            )
-
-    @torch.no_grad()
-    def _run(self, rows: int, leaves: Leaves, draw: Draw) -> tuple[float, ...]:
-        known: dict[Value, Any] = {}
-
-        def first(value: Input | State) -> Any:
-            if isinstance(value, Input):
-                return _own(leaves[value.path])
-            constant = self.graph.constants.get(value.name)
-            return draw(value, self.graph.spec(value)) if constant is None else _own(constant)
-
-        def value(arg: Arg) -> Any:
-            if isinstance(arg, Input | State) and arg not in known:
-                known[arg] = first(arg)
-            if isinstance(arg, Value):
-                return known[arg]
-            if isinstance(arg, tuple):
-                return tuple(map(value, arg))
-            if isinstance(arg, sympy.Expr):
-                return at_batch(arg, rows)
-            if isinstance(arg, torch.dtype) and arg.is_floating_point:
-                return torch.float64
-            return torch.device("cpu") if isinstance(arg, torch.device) else arg
-
-        for node in self.nodes:
-            refs = [Ref(node.name, number) for number in range(len(node.outputs))]
-            if node.name in self.given:
-                known.update({r: draw(r, s) for r, s in zip(refs, node.outputs, strict=True) if s})
-                continue
-            args = [value(arg) for arg in node.args]
-            if "dropout" in node.op:
-                args[2] = False  # (input, p, train)
-            if node.op == REGION_OP:
-                args[-1] = self.graph.regions[str(args[-1])].key
-            made = resolve(node.op)(*args, **{key: value(a) for key, a in node.kwargs.items()})
-            known.update(zip(refs, made if node.packed else (made,), strict=True))
-        return tuple(float(value(output)) for output in self.graph.outputs)
+def _losses(runs: tuple[Ran, Ran, Ran]) -> Values:
+    whole, one, other = runs
+    return whole.outputs, one.outputs, other.outputs
 
 
-def _tail(flow: Dataflow) -> _Tail:
+def _tail(flow: Dataflow) -> RowRuns:
     """The nodes from which the loss is computed, back to the last ops with parameters."""
     graph, found = flow.graph, loss_nodes(flow)
     nodes = tuple(graph.nodes[p] for p in sorted(found.needed) if graph.nodes[p].op != READ_OP)
-    return _Tail(graph, nodes, frozenset(graph.nodes[p].name for p in found.last))
-
-
-def _own(leaf: Any) -> Any:
-    """A copy of a tensor, since it may be written in place; floats become float64."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.to(torch.float64, copy=True) if leaf.is_floating_point() else leaf.clone()
+    return RowRuns(graph, nodes, frozenset(graph.nodes[p].name for p in found.last))

@@ -1,0 +1,141 @@
+"""Where a value has the rows of a batch: in which dim, and in which order.
+
+[b, d]                    dim 0, each row once
+[s*b, d]                  row by row, s entries each; or all rows s times, one after another
+[b, b]                    two dims: similarities of all pairs, which nothing cuts into rows
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import sympy
+import torch
+from torch import Tensor
+
+from autopipe.ir.dataflow import Dataflow
+from autopipe.ir.graph import (
+    BATCH,
+    Dim,
+    Node,
+    Ref,
+    TensorSpec,
+    Value,
+    arguments,
+    resolve,
+    values_in,
+)
+
+
+class RowsUnknown(Exception):
+    """The rows of a value cannot be separated; the message gives the reason."""
+
+
+def rows_in(whole: Tensor, spec: TensorSpec, part: tuple[int, int, int], minor: bool) -> Tensor:
+    """Some rows of a value that a graph has for each row; of a value for pairs, those among them.
+
+    Args:
+        part: how many rows `whole` has, the first one that is taken, and how many are.
+        minor: whether in a dim of 3*b the rows come last: `[3, b]` and not `[b, 3]`.
+
+    Raises:
+        RowsUnknown: a size is no multiple of the rows.
+    """
+    rows, first, count = part
+    for dim, size in enumerate(spec.shape):
+        if not isinstance(size, sympy.Expr):
+            continue
+        factor = size / BATCH
+        if not factor.is_Integer:
+            raise RowsUnknown(f"a size in it is {size}, b the rows")
+        many = int(factor)
+        if minor and many > 1:
+            shape = (*whole.shape[:dim], many, rows, *whole.shape[dim + 1 :])
+            whole = whole.reshape(shape).narrow(dim + 1, first, count).flatten(dim, dim + 1)
+        else:
+            whole = whole.narrow(dim, first * many, count * many)
+    return whole
+
+
+def rows_dim(spec: TensorSpec) -> int | None:
+    """The one dim whose size grows with the rows; None if there is none, or more than one."""
+    found = [number for number, dim in enumerate(spec.shape) if BATCH in symbols(dim)]
+    return found[0] if len(found) == 1 else None
+
+
+def symbols(dim: Dim) -> Collection[sympy.Basic]:
+    """The symbols of a size; none of a number."""
+    return dim.free_symbols if isinstance(dim, sympy.Expr) else ()
+
+
+SAME_ROWS = {
+    *("view", "reshape", "flatten", "unflatten", "expand", "expand_as", "unsqueeze", "squeeze"),
+    *("transpose", "permute", "clone", "alias", "detach", "contiguous", "to", "_to_copy"),
+}
+"""Ops that only arrange or copy: where the first dim stays the same, so do the rows in it."""
+
+OF_DIMS = {"select", "slice", "mean", "sum", "amax", "amin", "linalg_vector_norm", "norm"}
+"""Ops over the dims that their argument `dim` names."""
+
+_LAYERS = {
+    *("linear", "matmul", "mm", "addmm", "bmm", "embedding", "conv1d", "conv2d", "conv3d"),
+    *("layer_norm", "rms_norm", "group_norm", "batch_norm", "native_layer_norm", "softmax"),
+    *("scaled_dot_product_attention", "dropout", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
+}
+"""Ops of layers, which leave the rows of a batch in their order."""
+
+
+def groups(flow: Dataflow, value: Value) -> int | None:
+    """How often all rows come one after another in a value's dim of rows; None: unknown.
+
+        cat([x, y]) of [b, d] and [b, d]     [2b, d]     all rows of x, then all of y     2
+        x.flatten(0, 1) of [b, s, d]         [s*b, d]    all of row 0, then all of row 1  1
+
+    Args:
+        value: has one dim of rows.
+    """
+    while True:
+        spec = flow.graph.spec(value)
+        dim = rows_dim(spec)
+        assert dim is not None
+        if spec.shape[dim] == BATCH:
+            return 1
+        if not isinstance(value, Ref):
+            return None
+        node = flow.graph.nodes[flow.position(value)]
+        if node.short == "cat":
+            return _of_parts(flow, node, dim)
+        if not _keeps_order(node):
+            return None
+        others = [
+            (v, before) for v in node.values() if rows_dim(before := flow.graph.spec(v)) == dim
+        ]
+        same = [v for v, before in others if before.shape[dim] == spec.shape[dim]]
+        if not same:
+            return _merged(flow, node, dim)
+        value = same[0]
+
+
+def _keeps_order(node: Node) -> bool:
+    """Whether a node that keeps a dim's size also keeps the order of its entries."""
+    known = SAME_ROWS | OF_DIMS | _LAYERS
+    return torch.Tag.pointwise in getattr(resolve(node.op), "tags", ()) or node.short in known
+
+
+def _of_parts(flow: Dataflow, node: Node, dim: int) -> int | None:
+    """Of tensors that are put together along a dim: all rows of one, then all of the next."""
+    parts = [flow.graph.spec(v) for v in values_in(node.args[0])]
+    along = arguments(node)["dim"]
+    whole = all(rows_dim(p) == dim and p.shape[dim] == BATCH for p in parts)
+    return len(parts) if whole and along % len(parts[0].shape) == dim else None
+
+
+def _merged(flow: Dataflow, node: Node, dim: int) -> int | None:
+    """Of dims that are made one: those before the rows say how often all rows come."""
+    for value in node.values() if node.short in SAME_ROWS else ():
+        before = flow.graph.spec(value)
+        at = rows_dim(before)
+        if at is not None and at >= dim and before.shape[at] == BATCH:
+            return math.prod(int(size) for size in before.shape[dim:at])
+    return None

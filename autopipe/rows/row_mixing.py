@@ -1,0 +1,156 @@
+"""Find where a model makes a row depend on the other rows of its batch, before its loss begins.
+
+    h - h.mean(0)      of 4 rows one mean; of two micro-batches of 2 rows two means
+    batch_norm(h)      in training: the same with mean and variance
+
+Each micro-batch is computed by itself then, as in one process that accumulates gradients. That is
+what people mean with batch norm, and may be no more than an oversight elsewhere, so it is said.
+
+A graph is run on a few rows and on their halves (`row_runs`), with made-up weights. Where values
+that enter the loss differ, the first node whose rows do is named. A model that sorts rows and puts
+them back has rows that agree at the end, and is not named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopipe.frontend import batch
+from autopipe.ir.dataflow import Dataflow, analyse, is_random
+from autopipe.ir.graph import (
+    READ_OP,
+    Graph,
+    Node,
+    Ref,
+    TensorSpec,
+    arguments,
+    at_batch,
+    bytes_at,
+)
+from autopipe.ir.op_costs import costs
+from autopipe.rows.loss_tail import loss_nodes
+from autopipe.rows.row_dims import RowsUnknown, rows_in
+from autopipe.rows.row_runs import HALF, ROWS, Ran, RowRuns
+from autopipe.tracing.trace import Trace
+
+MOST_FLOPS = 2e9
+"""Operations of the graph's forward on these rows; the runs take twice as many, under a second."""
+
+MOST_BYTES = 2**28
+"""Limit on the bytes of all values of a run, and on those of the parameters."""
+
+CLOSE = 1e-6
+"""Tolerance, as a share of the largest entry: float64 sums in another order differ by less."""
+
+
+def remark(traced: Trace, example: Callable[[int], Any]) -> str | None:
+    """A line for the user that names what mixes rows; None: nothing does, or it was not tried.
+
+    Args:
+        example: makes a batch of the given number of rows.
+    """
+    found = _batch_norm(traced.graph) or _mixing(traced, example)
+    if found is None:
+        return None
+    return (
+        f"{found.place}: {found.short}() makes a row depend on the other rows of its micro-batch: "
+        "each micro-batch is computed by itself, as where one process accumulates gradients; "
+        "--micro-batches 1 --dp 1 leaves the batch whole"
+    )
+
+
+def _batch_norm(graph: Graph) -> Node | None:
+    """The first batch norm in training, which needs no run to be found."""
+    for node in graph.nodes:
+        if node.op == "aten.batch_norm.default" and arguments(node)["training"]:
+            return node
+    return None
+
+
+def _mixing(traced: Trace, example: Callable[[int], Any]) -> Node | None:
+    """The first node whose rows differ, if values that enter the loss do."""
+    flow = analyse(traced.graph)
+    ends = loss_nodes(flow).last
+    before = sorted(flow.with_all_before(ends))
+    part = _part(flow, before)
+    if traced.rows is not None or not ends or _large(part):
+        return None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        leaves = batch.flatten(example(ROWS))
+    halves = [batch.slice_rows(traced.inputs, leaves, n, n + HALF) for n in (0, HALF)]
+    for made_up in (_around_zero, _positive):  # not every graph is defined on any number
+        try:
+            runs = part.runs(leaves, halves, made_up, outputs=False)
+        except Exception:  # whatever the ops raise on numbers that the model never has
+            continue
+        apart = {p for p in before if _apart(flow.graph.nodes[p], runs)}
+        if of_loss := apart & ends:
+            return flow.graph.nodes[min(apart & flow.with_all_before(of_loss))]
+    return None
+
+
+def _part(flow: Dataflow, positions: Collection[int]) -> RowRuns:
+    """The nodes at these positions; what draws random numbers, but for a dropout, is made up."""
+    nodes = [flow.graph.nodes[p] for p in positions if flow.graph.nodes[p].op != READ_OP]
+    random = [node.name for node in nodes if is_random(node) and "dropout" not in node.op]
+    return RowRuns(flow.graph, tuple(nodes), frozenset(random))
+
+
+def _large(part: RowRuns) -> bool:
+    graph = part.graph
+    flops = sum(float(at_batch(cost.forward_flops, ROWS)) for cost in costs(graph))
+    states = sum(bytes_at(state.spec, ROWS) for state in graph.states.values())
+    return flops > MOST_FLOPS or max(states, sum(map(part.bytes, part.nodes))) > MOST_BYTES
+
+
+def _around_zero(shape: tuple[int, ...], **options: Any) -> Tensor:
+    """Values whose products have about the size of what they are multiplied with."""
+    drawn: Tensor = torch.randn(shape, **options)
+    return drawn / math.sqrt(_fan_in(shape))
+
+
+def _positive(shape: tuple[int, ...], **options: Any) -> Tensor:
+    drawn: Tensor = torch.rand(shape, **options)
+    return drawn * 2 / _fan_in(shape)
+
+
+def _fan_in(shape: tuple[int, ...]) -> int:
+    return max(1, torch.Size(shape[1:]).numel())
+
+
+def _apart(node: Node, runs: tuple[Ran, Ran, Ran]) -> bool:
+    """Whether a result of a node has other rows in the halves than in the whole."""
+    return any(
+        spec is not None and _differ(spec, *(ran.values[Ref(node.name, n)] for ran in runs))
+        for n, spec in enumerate(node.outputs)
+        if Ref(node.name, n) in runs[0].values
+    )
+
+
+def _differ(spec: TensorSpec, whole: Tensor, *halves: Tensor) -> bool:
+    """False too where rows cannot be told apart, or are no numbers."""
+    if not all(bool(t.isfinite().all()) for t in (whole, *halves)):
+        return False
+    try:
+        return not any(
+            all(
+                _close(rows_in(whole, spec, (ROWS, first, HALF), minor), half)
+                for first, half in zip((0, HALF), halves, strict=True)
+            )
+            for minor in (False, True)
+        )
+    except RowsUnknown:
+        return False
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or not one.numel():
+        return one.shape == other.shape
+    one, other = (t.to(torch.complex128) for t in (one, other))  # of any dtype
+    return bool((one - other).abs().max() <= CLOSE * one.abs().max())
