@@ -20,7 +20,7 @@ import torch
 from autopipe.cluster.cluster import Cluster, Link
 from autopipe.cluster.tp_groups import GroupKind
 from autopipe.errors import InfeasibleError
-from autopipe.ir.blocks import Block
+from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse, gradient_values
 from autopipe.ir.graph import BATCH, Dim, Graph, Ref, State, at_batch
 from autopipe.planfile.placements import Move, Sharding
@@ -141,7 +141,9 @@ def as_one_rank(
         return Degree(tp, traced, blocks, None, traced, flow, blocks)
     axis = AxisCosts(tp, slowest.link, slowest.device)
     flow = shardable(traced.graph)
-    sharding = shard(flow, blocks, axis, rows, sequence=sequence)
+    # Writes in place, gone from this graph, leave its blocks at other positions.
+    here = blocks if flow.graph is traced.graph else find_blocks(flow.graph)
+    sharding = shard(flow, here, axis, rows, sequence=sequence)
     _check_divides(flow, sharding, cluster)
     graph = shard_graph(flow, sharding, 0)
     local = replace(traced, graph=graph)

@@ -1,8 +1,10 @@
 """Which tensor-parallel degrees are tried, and the cost of degrees with exchanges."""
 
+from typing import cast
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopipe.cluster.cluster import Cluster, Link
 from autopipe.cluster.spec import parse
@@ -11,6 +13,7 @@ from autopipe.errors import InfeasibleError
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Graph
+from autopipe.planfile.placements import Placement
 from autopipe.planners.costs.tp_degrees import (
     Degree,
     as_one_rank,
@@ -18,6 +21,7 @@ from autopipe.planners.costs.tp_degrees import (
     degrees,
     sending_seconds,
 )
+from autopipe.tracing.trace import Trace
 from tests.support.inprocess import machine
 from tests.support.staged import trace_model, traced
 
@@ -58,7 +62,10 @@ def test_a_degree_that_is_asked_for() -> None:
 
 
 def at(tp: int, name: str = "gpt") -> Degree:
-    trace = traced(name)
+    return degree_of(traced(name), tp)
+
+
+def degree_of(trace: Trace, tp: int) -> Degree:
     blocks = find_blocks(trace.graph)
     cluster = machine(tp)
     kind = slowest_kind(tp_groups(cluster, tp))
@@ -144,6 +151,56 @@ def test_blocks_stand_where_they_stood() -> None:
     for block in half.blocks:
         own = half.trace.graph.nodes[block.first : block.stop]
         assert all(block.path in node.scopes for node in own)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Swapped(nn.Module):
+    """An MLP whose input has its halves swapped: filled slice by slice, or put together."""
+
+    def __init__(self, by_slices: bool) -> None:
+        super().__init__()
+        self.by_slices = by_slices
+        self.norm = Norm()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = x[..., 4:], x[..., :4]
+        if self.by_slices:
+            swapped = x.new_empty(x.shape)
+            swapped[..., :4], swapped[..., 4:] = halves
+        else:
+            swapped = torch.cat(halves, -1)
+        return x + self.down(self.up(self.norm(swapped)).tanh().square())
+
+
+class Filled(nn.Module):
+    def __init__(self, by_slices: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Swapped(by_slices) for _ in range(8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.layers(x)).square().mean()
+
+
+def test_blocks_are_alike_in_which_a_tensor_is_filled_slice_by_slice() -> None:
+    """Bug: nodes of other blocks shared their strategies. LongCat ended in an IndexError."""
+
+    def found(by_slices: bool) -> dict[str, Placement]:
+        model = Filled(by_slices)
+        trace = trace_model(model, lambda rows: {"x": torch.ones(rows, 3, 8)})
+        degree = degree_of(trace, 2)
+        assert degree.sharding is not None
+        return dict(degree.sharding.states)
+
+    assert found(by_slices=True) == found(by_slices=False)
 
 
 @pytest.mark.parametrize("precision, itemsize", [("fp32", 4), ("bf16-autocast", 2)])
