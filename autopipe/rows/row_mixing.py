@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autopipe.frontend import batch
+from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse, is_random
 from autopipe.ir.graph import (
     READ_OP,
@@ -33,16 +34,17 @@ from autopipe.ir.graph import (
     bytes_at,
 )
 from autopipe.ir.op_costs import costs
+from autopipe.ir.repeats import shorten
 from autopipe.rows.loss_tail import loss_nodes
 from autopipe.rows.row_dims import RowsUnknown, rows_in
 from autopipe.rows.row_runs import HALF, ROWS, Ran, RowRuns
 from autopipe.tracing.trace import Trace
 
-MOST_FLOPS = 2e9
-"""Operations of the graph's forward on these rows; the runs take twice as many, under a second."""
+MOST_FLOPS = 1e10
+"""Operations of a forward on these rows, of many equal blocks three: about a second's work."""
 
 MOST_BYTES = 2**28
-"""Limit on the bytes of all values of a run, and on those of the parameters."""
+"""Limit on the bytes of parameters and buffers, and on those of all that a run makes."""
 
 CLOSE = 1e-6
 """Tolerance, as a share of the largest entry: float64 sums in another order differ by less."""
@@ -74,11 +76,14 @@ def _batch_norm(graph: Graph) -> Node | None:
 
 def _mixing(traced: Trace, example: Callable[[int], Any]) -> Node | None:
     """The first node whose rows differ, if values that enter the loss do."""
-    flow = analyse(traced.graph)
+    graph = traced.graph
+    states = sum(bytes_at(state.spec, ROWS) for state in graph.states.values())
+    if traced.rows is not None or states > MOST_BYTES:
+        return None
+    flow = analyse(shorten(analyse(graph), find_blocks(graph)).graph)
     ends = loss_nodes(flow).last
-    before = sorted(flow.with_all_before(ends))
-    part = _part(flow, before)
-    if traced.rows is not None or not ends or _large(part):
+    part = _part(flow, sorted(flow.with_all_before(ends)))
+    if _large(part):
         return None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -89,9 +94,10 @@ def _mixing(traced: Trace, example: Callable[[int], Any]) -> Node | None:
             runs = part.runs(leaves, halves, made_up, outputs=False)
         except Exception:  # whatever the ops raise on numbers that the model never has
             continue
-        apart = {p for p in before if _apart(flow.graph.nodes[p], runs)}
-        if of_loss := apart & ends:
-            return flow.graph.nodes[min(apart & flow.with_all_before(of_loss))]
+        if all(_finite(flow.graph.nodes[p], runs[0]) for p in ends):
+            apart = {p for p in ends if _apart(flow.graph.nodes[p], runs)}
+            behind = (flow.graph.nodes[p] for p in sorted(flow.with_all_before(apart)))
+            return next((node for node in behind if _apart(node, runs)), None)
     return None
 
 
@@ -103,10 +109,8 @@ def _part(flow: Dataflow, positions: Collection[int]) -> RowRuns:
 
 
 def _large(part: RowRuns) -> bool:
-    graph = part.graph
-    flops = sum(float(at_batch(cost.forward_flops, ROWS)) for cost in costs(graph))
-    states = sum(bytes_at(state.spec, ROWS) for state in graph.states.values())
-    return flops > MOST_FLOPS or max(states, sum(map(part.bytes, part.nodes))) > MOST_BYTES
+    flops = sum(float(at_batch(cost.forward_flops, ROWS)) for cost in costs(part.graph))
+    return flops > MOST_FLOPS or sum(map(part.bytes, part.nodes)) > MOST_BYTES
 
 
 def _around_zero(shape: tuple[int, ...], **options: Any) -> Tensor:
@@ -124,6 +128,11 @@ def _fan_in(shape: tuple[int, ...]) -> int:
     return max(1, torch.Size(shape[1:]).numel())
 
 
+def _finite(node: Node, ran: Ran) -> bool:
+    made = (ran.values.get(Ref(node.name, n)) for n in range(len(node.outputs)))
+    return all(bool(t.isfinite().all()) for t in made if isinstance(t, Tensor))
+
+
 def _apart(node: Node, runs: tuple[Ran, Ran, Ran]) -> bool:
     """Whether a result of a node has other rows in the halves than in the whole."""
     return any(
@@ -134,13 +143,11 @@ def _apart(node: Node, runs: tuple[Ran, Ran, Ran]) -> bool:
 
 
 def _differ(spec: TensorSpec, whole: Tensor, *halves: Tensor) -> bool:
-    """False too where rows cannot be told apart, or are no numbers."""
-    if not all(bool(t.isfinite().all()) for t in (whole, *halves)):
-        return False
+    """False too where rows cannot be told apart."""
     try:
-        return not any(
-            all(
-                _close(rows_in(whole, spec, (ROWS, first, HALF), minor), half)
+        return all(
+            any(
+                _off(rows_in(whole, spec, (ROWS, first, HALF), minor), half)
                 for first, half in zip((0, HALF), halves, strict=True)
             )
             for minor in (False, True)
@@ -149,8 +156,12 @@ def _differ(spec: TensorSpec, whole: Tensor, *halves: Tensor) -> bool:
         return False
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or not one.numel():
-        return one.shape == other.shape
-    one, other = (t.to(torch.complex128) for t in (one, other))  # of any dtype
-    return bool((one - other).abs().max() <= CLOSE * one.abs().max())
+def _off(one: Tensor, other: Tensor) -> bool:
+    """Whether two values differ by more than rounding; False too where one is no number."""
+    if one.shape != other.shape:
+        return True
+    if torch.equal(one, other) or not one.numel():
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return True
+    return bool((one - other).abs().max() > CLOSE * one.abs().max())
