@@ -234,6 +234,8 @@ def _planned(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Stopwat
     with left_alone(request.optimizer):
         factor = optimizer_factor(optimizer_named(request.optimizer))
     found = best_loss(Job(request, traced, devices, factor), watch, say)
+    if traced.mixing and found.mesh.dp * found.batch.micro_batches > 1:
+        say(traced.mixing)
     check_runs(found)
     return found
 
@@ -261,12 +263,13 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
             check_degree(trace.graph, constraints.tp, devices)
         against_eager.check(request, skeleton, trace, example, say)
         against_eager.check_at_lengths(request, skeleton, trace, example, say)
+        more = examples(inputs, example, specs)
+        whole, fingerprinted, mixing = None, trace.graph, None
         if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
-            _check_loss(request, trace, example, specs, say)
-        whole, fingerprinted = None, trace.graph
+            loss_grouping.check(trace, more, request.loss, request.loss_over, say)
+            mixing = None if request.loss_over == BATCH else row_mixing.remark(trace, more)
         if request.loss_over == BATCH:
             whole = apart(trace.graph)
-            more = examples(inputs, example, specs)
             against_whole.check(request, skeleton, trace, whole, more, say)
             trace = replace(trace, graph=whole.rows)
         flow, blocks = analyse(trace.graph), find_blocks(trace.graph)
@@ -275,9 +278,8 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             say(f"{name}: its gradients are sparse in one process, and dense in a plan")
     recompute, offload = request.recomputed(flow, blocks, say), request.offloaded(blocks)
-    found = Traced(
-        trace, flow, blocks, rows, least, recompute, fingerprinted, whole=whole, offload=offload
-    )
+    found = Traced(trace, flow, blocks, rows, least, recompute, fingerprinted)
+    found = replace(found, whole=whole, offload=offload, mixing=mixing)
     say(f"traced: {found}")
     return found
 
@@ -333,14 +335,3 @@ def _check_gradient(graph: Graph) -> None:
         "none: nothing would be trained",
         hint="compute the loss without .detach(), torch.no_grad(), argmax, or comparing",
     )
-
-
-def _check_loss(
-    request: PlanRequest, trace: Trace, example: Any, specs: Sequence[InputSpec], say: Say
-) -> None:
-    """Refuse a loss that changes when the batch is cut into replicas and micro-batches; say what
-    else does."""
-    more = examples(request.inputs, example, specs)
-    loss_grouping.check(trace, more, request.loss, request.loss_over, say)
-    if request.loss_over != BATCH and (line := row_mixing.remark(trace, more)):
-        say(line)

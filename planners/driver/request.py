@@ -163,15 +163,14 @@ class Traced:
         flow, blocks: dataflow and repeated modules of the graph.
         rows: of the whole batch.
         least: the fewest rows of a micro-batch for which the graph is right.
-        recompute: paths of the blocks to recompute in backward, and words for ops (`asked_ops`);
-            None: the planner chooses.
-        fingerprinted: the graph by which a run knows the model: before it was rewritten, or its
-            loss cut off.
+        recompute, offload: paths of the blocks that are recomputed in backward, with words for ops
+            (`asked_ops`), and of those that offload what they keep; None: the planner chooses.
+        fingerprinted: the graph by which a run knows the model: before it was rewritten or cut.
+        mixing: a line about what makes rows depend on each other (`row_mixing`), if anything does.
         loss_parts: so many; 0: the loss is as the model has it.
         fused_attention: whether attentions that the model writes out are single ops.
         whole: the loss of the whole batch, if it is to be over that; the trace is then of
             `WholeLoss.rows`.
-        offload: paths of the blocks that offload what they keep; None: the planner chooses.
     """
 
     trace: Trace = field(repr=False)
@@ -185,6 +184,7 @@ class Traced:
     fused_attention: bool = False
     whole: WholeLoss | None = field(default=None, repr=False)
     offload: Collection[str] | None = None
+    mixing: str | None = None
 
     @property
     def graph(self) -> Graph:

@@ -134,11 +134,11 @@ def test_a_loss_may_leave_labels_out():
 
 
 def test_the_line_is_the_user_s(autopipe):
-    """It stands among what `plan` says, and the plan is made."""
+    """It is said of a plan that cuts the batch, and the plan is made."""
     mixing = "return self.down(y - y.mean(0))"
     autopipe.write("net.py", changed("return self.down(y.relu())", mixing))
     options = "plan net.py --cluster cpu:2 --pp 2 --batch 8 -o plan.json".split()
-    said = autopipe(*options)
+    said = autopipe(*options, "--micro-batches", "2")
     assert said.code == 0
     line = LINE["        return self.down(y.relu())"]
     mixes = f"net.py:{line}: mean() makes a row depend on the other rows of its micro-batch"
