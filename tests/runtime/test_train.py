@@ -18,6 +18,7 @@ from autopipe import ModelError, Pipe
 from autopipe.errors import CheckpointError
 from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import StagePrediction
 from autopipe.runtime.keeping import Keeping
 from autopipe.runtime.telemetry.destinations import Destinations
@@ -45,20 +46,27 @@ Load = Callable[..., tuple[Pipe, ModelFile]]
 
 
 @pytest.fixture
-def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, Plan]) -> Load:
     """A pipe of one stage for a model file with more functions, in batches of 8 rows."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
     def make(more: str = "", **asked: Any) -> tuple[Pipe, ModelFile]:
         (tmp_path / "net.py").write_text(MODEL + more)
         file = model_file.load(str(tmp_path / "net.py"))
-        plan = autopipe.plan(
-            file.model, file.inputs, loss=file.loss, cluster=machine(1), batch_size=8,
-            micro_batches=2, **asked,
-        )  # fmt: skip
-        return autopipe.parallelize(file.model, plan, loss=file.loss), file
+        if str(asked) not in made:
+            made[str(asked)] = autopipe.plan(
+                file.model, file.inputs, loss=file.loss, cluster=machine(1), batch_size=8,
+                micro_batches=2, **asked,
+            )  # fmt: skip
+        return autopipe.parallelize(file.model, made[str(asked)], loss=file.loss), file
 
     return make
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Plan]:
+    """The plans that were made, by what was asked: what more the file says is not planned."""
+    return {}
 
 
 def run(pipe: Pipe, file: ModelFile, steps: int | None) -> tuple[Measured, list[str]]:

@@ -36,9 +36,10 @@ Group = tuple[int, ...]
 
 def plan_of(dp: int, zero: int, schedule: str = "1f1b") -> Plan:
     """GPT-2 on pp=2 ranks; with one or two stages on each."""
-    chunks = 2 if schedule == "interleaved" else None
-    plan = planned("gpt2", 2, dp, 4, schedule, chunks=chunks)
-    return replace(plan, stages=tuple(replace(stage, zero=zero) for stage in plan.stages))
+    chunks = None if schedule == "1f1b" else 2
+    plan = planned("gpt2", 2, dp, 4, "interleaved" if chunks else "1f1b", chunks=chunks)
+    stages = tuple(replace(stage, zero=zero) for stage in plan.stages)
+    return replace(plan, schedule=schedule, stages=stages)
 
 
 class Found:

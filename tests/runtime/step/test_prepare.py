@@ -24,9 +24,16 @@ from autopipe.schedules.instructions import Kind, Program, holders
 from autopipe.stages.bind import Split, split_as_planned
 from autopipe.stages.recompute import Recomputed
 from tests.support.inprocess import traced
-from tests.support.pipes import ZOO, planned
+from tests.support.pipes import ZOO, once, planned
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def rehearsed_once() -> Iterator[None]:
+    """No test asks how a rehearsal goes."""
+    with once():
+        yield
 
 
 def rank_of(plan: Plan, name: str, number: int) -> tuple[Rank, Split]:
@@ -143,7 +150,7 @@ def test_compiled_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("make", [training, evaluation])
 def test_copies_in_low_precision_are_made_once_a_step(make: Callable[[Plan], Executor]) -> None:
     """Of what matrix products read: the weights and biases of linear layers."""
-    plan = planned("gpt", 2, 1, 4, "zb-v", precision="bf16-autocast")
+    plan = replace(planned("gpt", 2, 1, 4, "zb-v"), precision="bf16-autocast")
     how = make(plan)._begin()
     rank, _ = rank_of(plan, "gpt", 1)
     assert how.dtype is torch.bfloat16
