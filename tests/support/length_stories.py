@@ -50,7 +50,7 @@ def beside(name: str, pipe: Pipe, lengths: tuple[int, ...] = SHORT, *, bitwise: 
                 close(found, gradient, f"{key} at {length}", 5e-5)
 
 
-@story(2)
+@story(2, long=True)
 def lengths_in_a_pipeline() -> None:
     """ "lstm" asks for its number of tokens: traced anew. The last story has a symbolic length."""
     beside("lstm", piped("lstm", planned("lstm", 2, 1, 2)), SHORT[:2], bitwise=True)

@@ -122,7 +122,7 @@ def parts_are_to_the_bit_the_whole() -> None:
         ("zb-v", {"precision": "bf16-autocast"}),
         ("eager-1f1b", {"zero": 1}),
     ]
-    for schedule, more in sampled(cases, of=4):
+    for schedule, more in sampled(cases, of=6):
         same_bits("skipping", in_parts("skipping", 2, schedule, **more))
 
 
@@ -168,7 +168,7 @@ def memory_of_parts() -> None:
 # Eight processes
 
 
-@story(8)
+@story(8, long=True)
 def parts_that_skip_stages() -> None:
     """Both later stages that read a tensor receive it in parts."""
     for schedule in sampled(("1f1b", "zb-h1"), of=2):

@@ -85,7 +85,7 @@ def files_run_as_planned(name: str, plan: Plan) -> None:
 def dropout_is_bitwise_the_same_for_every_schedule() -> None:
     """Its numbers are the micro-batch's, whichever rank draws them and when."""
     found: dict[str, dict[str, Tensor]] = {}
-    for schedule in sampled(SCHEDULES, of=2):
+    for schedule in sampled(SCHEDULES, of=3):
         plan = by(schedule, "dropout")
         found[schedule] = bits(piped("dropout", plan), ZOO["dropout"].inputs(plan.batch.rows))
     expected = found["naive"]
@@ -117,7 +117,7 @@ def recomputation_changes_no_bit() -> None:
             assert least == plan.stages[stage].predicted.memory.activations
 
 
-@story(2)
+@story(2, long=True)
 def offloading_changes_no_bit() -> None:
     """What blocks keep comes back from the host's memory as it was, random masks too."""
     plan = planned("dropout", 2, 1, 4, offload="all")
@@ -197,7 +197,7 @@ def zero_bubble_with_data_parallelism() -> None:
 def tied_weights_in_shards() -> None:
     """GPT-2's embedding is its head: under ZeRO-1 its rows are dealt out over all four ranks, under
     ZeRO-2 and 3 over the replicas of each of its two stages."""
-    for zero in sampled((1, 3, 2), of=2):
+    for zero in sampled((1, 3, 2), of=3):
         pipe = piped("gpt2", by("1f1b", "gpt2", dp=2, zero=zero))
         together("gpt2", pipe)
         rows = len(dict(pipe.named_parameters())["transformer.wte.weight"])
@@ -293,7 +293,7 @@ def dealing_out_masters_changes_no_bit() -> None:
     """Whole, or of each replica its rows: the same losses, and the same fp32 masters in the state
     dict; also of a tied weight with rows on both its stages, and beside batch norms."""
     cases = (("gpt", "1f1b"), ("gpt2", "1f1b"), ("gpt", "zb-h1"), ("resnet", "1f1b"))
-    for name, schedule in sampled(cases, of=3):
+    for name, schedule in sampled(cases, of=4):
         found = []
         for zero in (0, 1):
             how: dict[str, Any] = {"zero": zero, "precision": "bf16", "planner": "uniform"}

@@ -158,7 +158,7 @@ def tied_stages_in_two_parts() -> None:
     together("gpt2", piped("gpt2", planned("gpt2", 2, 1, 4, tp=2)))
 
 
-@story(4)
+@story(4, long=True)
 def a_model_in_four_parts() -> None:
     """Llama's two heads of keys and values are not enough for four ranks."""
     together("llama", piped("llama", planned("llama", 1, 1, 2, tp=4)))

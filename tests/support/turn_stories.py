@@ -43,7 +43,7 @@ def turns_at_a_stage() -> None:
         ("counted", (1, 2), {}),
         ("llama", (3,), {"zero": 1}),
     ]
-    for name, turns, more in sampled(cases, of=3):
+    for name, turns, more in sampled(cases, of=5):
         together(name, piped(name, in_turns(name, turns, **more)))
 
 

@@ -89,7 +89,7 @@ def gradients_of_stages_in_shards() -> None:
     """ZeRO-2 in a pipeline: a weight that two stages share, several stages on a rank, backwards in
     halves, compiled stages."""
     ways = (("gpt2", "1f1b"), ("gpt", "interleaved"), ("gpt", "zb-h1"), ("counted", "zb-v"))
-    for name, schedule in sampled(ways, of=2):
+    for name, schedule in sampled(ways, of=4):
         for precision in sampled(("fp32", "bf16"), of=2):
             chunks = 2 if schedule == "interleaved" else None
             same_as_whole(

@@ -16,6 +16,8 @@ class Stories:
     """The tests of one file's stories: `class TestStories(Stories): file = "zero"`."""
 
     file: str
+    later: tuple[int, ...] = ()
+    """The numbers of processes that only the long run has."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -24,12 +26,14 @@ class Stories:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         stories = STORIES[self.file]
+        marks = {world: pytest.mark.long if world in self.later else () for world in stories}
         if "story" in metafunc.fixturenames:
             cases = [(world, story) for world in stories for story in stories[world]]
             names = [f"{world}-{story.__name__}" for world, story in cases]
-            metafunc.parametrize(("world", "story"), cases, ids=names)
+            told = [pytest.param(*case, marks=marks[case[0]]) for case in cases]
+            metafunc.parametrize(("world", "story"), told, ids=names)
         else:
-            metafunc.parametrize("world", stories)
+            metafunc.parametrize("world", [pytest.param(w, marks=marks[w]) for w in stories])
 
     def test_story(self, world: int, story: Story, tell: Tell) -> None:
         folder = tell(world)

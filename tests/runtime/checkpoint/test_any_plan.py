@@ -1,7 +1,7 @@
 """A checkpoint of any plan, loaded under any other one, is the same to the bit.
 
 `checkpoint_worker` saves and loads in real processes; the long run takes all 81 pairs, and 16 bits,
-other runs 16 of them.
+other runs 9 of them.
 """
 
 import json

@@ -5,3 +5,4 @@ from tests.support.zero_told import Stories
 
 class TestStories(Stories):
     file = "fully_sharded"
+    later = (3,)
