@@ -281,6 +281,7 @@ def taken(pipe: Pipe, file: ModelFile, count: int, feed: Feed | None = None) -> 
     return feed, json.loads(json.dumps(feed.position()))
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize(
     "body",

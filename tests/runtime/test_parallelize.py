@@ -92,8 +92,9 @@ def test_a_plan_from_disk_runs_as_well(plan: Plan, tmp_path: Path) -> None:
 def test_a_model_or_its_constructor(plan: Plan) -> None:
     """The zoo seeds by itself, so both have the same weights; the model's own are taken."""
     model = CASE.model()
-    given = autopipe.parallelize(model, plan, loss=CASE.loss)
-    built = autopipe.parallelize(CASE.model, plan, loss=CASE.loss)
+    with traced_once("gpt"):
+        given = autopipe.parallelize(model, plan, loss=CASE.loss)
+        built = autopipe.parallelize(CASE.model, plan, loss=CASE.loss)
     for (name, one), (_, other) in zip(
         given.named_parameters(), built.named_parameters(), strict=True
     ):
@@ -104,9 +105,10 @@ def test_a_model_or_its_constructor(plan: Plan) -> None:
 def test_weights(plan: Plan, tmp_path: Path) -> None:
     stored = {name: torch.full_like(t, 0.5) for name, t in CASE.model().state_dict().items()}
     save_file(stored, tmp_path / "model.safetensors")
-    pipe = autopipe.parallelize(
-        CASE.build, plan, loss=CASE.loss, weights=tmp_path / "model.safetensors"
-    )
+    with traced_once("gpt"):
+        pipe = autopipe.parallelize(
+            CASE.build, plan, loss=CASE.loss, weights=tmp_path / "model.safetensors"
+        )
     assert all((p == 0.5).all() for p in pipe.parameters())
 
 
@@ -131,7 +133,7 @@ def test_every_step_drops_something_else() -> None:
 @pytest.mark.parametrize(
     "inputs",
     [
-        None,
+        pytest.param(None, marks=pytest.mark.long),  # as nearly all other tests do it
         pytest.param(CASE.inputs, marks=pytest.mark.long),
         CASE.inputs(1),
         pytest.param(CASE.inputs(8), marks=pytest.mark.long),

@@ -85,6 +85,7 @@ def losses(said: Said) -> dict[int, str]:
     return {int(step): loss for step, loss in found}
 
 
+@pytest.mark.long
 def test_a_run_says_so_and_goes_on(disk: Path) -> None:
     """With more room it goes on from what was kept, with the losses that it had."""
     folder = save_killed_net(disk.parent)

@@ -101,7 +101,9 @@ def wrong_number(found: int) -> str:
     return f"the plan is for 4 processes, found {found} (this is rank 0, on node 0)"
 
 
-@pytest.mark.parametrize("launcher", [torchrun_environment, srun_environment])
+@pytest.mark.parametrize(
+    "launcher", [torchrun_environment, pytest.param(srun_environment, marks=pytest.mark.long)]
+)
 def test_two_of_a_launcher_for_a_plan_of_four(
     launcher: Callable[[int, int, int], dict[str, str]],
     autopipe: Shell,
@@ -171,6 +173,7 @@ RANK, ERROR = os.environ['RANK'], ZeroDivisionError('no rate')
 """
 
 
+@pytest.mark.long  # the next one has another moment of it
 def test_what_one_rank_finds_is_told_by_it(planned: Path) -> None:
     """It once ended without a word: only rank 0 spoke, and that one had found nothing."""
     (planned / "failing.py").write_text(NET + FAILING)
@@ -184,7 +187,10 @@ def test_what_one_rank_finds_is_told_by_it(planned: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [
-        ("ZeroDivisionError('no rate')", 2, r"worse.py:\d+ .*: optimizer.step\(\) ended in "),
+        pytest.param(
+            *("ZeroDivisionError('no rate')", 2, r"worse.py:\d+ .*: optimizer.step\(\) ended in "),
+            marks=pytest.mark.long,
+        ),
         ("torch.OutOfMemoryError('no memory')", 1, r"error: rank 1 .*failed .*step 0: "),
     ],
 )

@@ -96,9 +96,14 @@ def check(found: Story, rank: int, text: str, *, code: int, limit: float) -> Non
     ("rank", "step", "instruction", "where"),
     [
         (2, 3, "2F1", "forward of micro-batch 1"),
-        (1, 0, "1WAIT_B0<2", "waiting for the gradients of micro-batch 0 from stage 2"),
-        (0, 1, "0SEND_F1>1", "sending the activations of micro-batch 1 to stage 1"),
-        (3, 2, "3STEP", "waiting for the sums of its gradients"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (1, 0, "1WAIT_B0<2", "waiting for the gradients of micro-batch 0 from stage 2"),
+                (0, 1, "0SEND_F1>1", "sending the activations of micro-batch 1 to stage 1"),
+                (3, 2, "3STEP", "waiting for the sums of its gradients"),
+            )
+        ),
     ],
 )
 def test_a_rank_that_is_killed(
@@ -109,6 +114,7 @@ def test_a_rank_that_is_killed(
     check(found, rank, text, code=-9, limit=2)
 
 
+@pytest.mark.long  # `test_chaos` stops one that waits
 @linux
 def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     found = story(tmp_path, 1, 2, "1B1", "stop")
@@ -116,6 +122,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     check(found, 1, text, code=-9, limit=15)
 
 
+@pytest.mark.long  # `test_guard` has it, of ranks without torch
 @linux
 def test_a_rank_that_raises(tmp_path: Path) -> None:
     """It says so by itself, all others know it from the verdict, and no sidecar repeats it."""

@@ -98,6 +98,7 @@ def test_the_figures_are_those_of_some_computer(monkeypatch: pytest.MonkeyPatch)
     assert all(any(word in line for line in lines) for word in words)  # in this order
 
 
+@pytest.mark.long  # `test_microbench` has what runs out of time, in this process
 def test_an_op_a_thousand_times_slower_is_rough_and_the_rest_is_not_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -189,7 +190,10 @@ def test_gpus_are_hidden_from_what_measures_the_processor(
 
 
 def test_processes_that_never_begin_are_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, talk = measure(monkeypatch, ["fp32", "tanh"], "sys.exit('no torch')\n")
+    program = "import sys; sys.exit('no torch')"
+    monkeypatch.setattr(workers, "COMMAND", (sys.executable, "-c", program))
+    talk: list[str] = []
+    found = workers.measure(LocalSpec(2), ["fp32", "tanh"], 16.0, talk.append)
     why = "the processes that measure ended: no torch"
     assert found == {"fp32": Found((), why), "tanh": Found((), why)}
     assert talk[1:] == [f"  fp32, tanh: {why}"]

@@ -83,7 +83,7 @@ def run(name: str, offload: bool, *, least: bool = False, compiled: bool = False
     return Run(tensors, joint.kept, joint.moving, forward, max(held), joint.made)
 
 
-MODELS = "llama", "dropout", "t5", "mask", "keywords"
+MODELS = "dropout", "llama", "t5", "mask", "keywords"
 LATER = pytest.mark.long
 
 
