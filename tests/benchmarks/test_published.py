@@ -208,6 +208,7 @@ def test_rows_that_are_far_off_or_said_not_to_fit_are_shown() -> None:
     assert misfits([near, full]).endswith("| 3 | 2 |  | activations 3 |")
 
 
+@pytest.mark.long
 def test_recomputation_of_every_other_layer_is_half_of_all() -> None:
     """And that of ops saves more than half of the layers, and costs less than all of them."""
     alone = {"tp": 1, "pp": 1, "gated_ffn": 1, "arch": "llama", "attention": "flash (SDPA)"}
@@ -221,6 +222,7 @@ def test_recomputation_of_every_other_layer_is_half_of_all() -> None:
     assert none.seconds < ops.seconds < full.seconds
 
 
+@pytest.mark.long
 def test_compiled_blocks_leave_the_loss_as_it_is() -> None:
     """Its logits in fp32 and their gradients are there, in whole."""
     alone = {"tp": 1, "pp": 1, "attention": "flash (SDPA)", "opt_shard": "FSDP2 (zero3)"}
@@ -277,7 +279,7 @@ def test_zb_2p_is_handed_over_as_a_written_schedule(tmp_path: Path) -> None:
 
 def test_the_command_line(tmp_path: Path) -> None:
     """One line a row; what is not modelled says so; a second run finds what the first has done."""
-    rows = [row(), row(cp=2, run_id="made-up-2")]
+    rows = [row(layers=2), row(layers=2, cp=2, run_id="made-up-2")]
     lines = [",".join(rows[0])] + [",".join(found.get(n, "") for n in rows[0]) for found in rows]
     lines[0] += ",cp"
     lines[1:] = [f"{line},{cp}" for line, cp in zip(lines[1:], ("1", "2"), strict=True)]
@@ -298,6 +300,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert run() == [said, *summary]
 
 
+@pytest.mark.long
 def test_a_fused_loss_has_not_two_gradients_of_its_logits() -> None:
     """llm-foundry's makes one in 16 bits; plain PyTorch has two in fp32, of 393 MiB together."""
     alone = {"layers": 2, "tp": 1, "pp": 1, "n_gpus": 1, "gbs": 2, "opt_shard": "FSDP"}
