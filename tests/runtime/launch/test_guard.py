@@ -98,6 +98,7 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.long  # the next one has it on two nodes
 def test_nobody_but_the_dead_is_blamed(tmp_path: Path) -> None:
     ended = start(tmp_path, [WAITS, WAITS, IS_KILLED, WAITS])
     assert ended.errors == [f"error: rank 2 (stage 2) died {AT}: killed (its process is gone)"]
@@ -141,6 +142,7 @@ def test_who_raises_says_so_by_itself(tmp_path: Path) -> None:
     assert ended.codes == [-15, 1, -15, -15]
 
 
+@pytest.mark.long  # `test_hub` has it in one process
 def test_the_consequence_of_a_death_is_not_its_cause(tmp_path: Path) -> None:
     """A neighbour notices within milliseconds; the rank that has died does so a second later.
 
@@ -161,6 +163,7 @@ def test_a_consequence_without_a_cause(after: Callable[[str], Ended]) -> None:
     assert ended.codes == [-15, -15, 1]
 
 
+@pytest.mark.long  # `test_hub` has it in one process
 def test_what_all_find_rank_0_says(tmp_path: Path) -> None:
     ended = start(tmp_path, [FAILS] * 4)
     assert ended.errors == [] and ended.codes == [1] * 4
