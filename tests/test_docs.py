@@ -4,11 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.house import FILES, ROOT
+from tests.support.shell import Said, end, ranks, start
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLAN = "examples/gpt.plan.json"
@@ -64,15 +66,30 @@ def test_the_readme_shows_the_plan_that_is_kept() -> None:
     assert [line for line in lines if line not in said] == []
 
 
-def test_the_readme_trains(tmp_path: Path) -> None:
-    """Its lines of Python, as a newcomer starts them."""
+def started(*words: str) -> Callable[[Path], Said]:
+    """By a command, as a newcomer types it."""
+    return lambda folder: end(start(sys.executable, *words, "train.py", folder=folder))
+
+
+@pytest.mark.parametrize(
+    ("launch", "processes"),
+    [
+        pytest.param(started(), 1, marks=pytest.mark.long),
+        pytest.param(
+            started("-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            2,
+            marks=pytest.mark.long,
+        ),
+        (lambda folder: ranks(2, "train.py", folder=folder), 2),
+    ],
+    ids=["python", "torchrun", "as torchrun does"],
+)
+def test_the_readme_trains(launch: Callable[[Path], Said], processes: int, tmp_path: Path) -> None:
+    """Its lines of Python."""
     (code,) = fenced((ROOT / "README.md").read_text(), "python")
     written = "    open(f'loss{distributed.get_rank()}', 'w').write(str(float(mean)))\n"
     (tmp_path / "train.py").write_text(code + written)
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    for words in ((), torchrun):
-        run = [sys.executable, *words, "train.py"]
-        ended = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == 0, ended.stderr
-    first, second = (float((tmp_path / f"loss{rank}").read_text()) for rank in (0, 1))
-    assert first == second < 1.1
+    said = launch(tmp_path)
+    assert said.code == 0, said.err
+    found = [float((tmp_path / f"loss{rank}").read_text()) for rank in range(processes)]
+    assert len({*found}) == 1 and found[0] < 1.1

@@ -142,6 +142,7 @@ def test_one_file(shell: Shell) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
+@pytest.mark.long
 def test_weights_to_start_from(stages: int, shell: Shell) -> None:
     """Of the newest checkpoint, and of what was made of it: those that --save has written."""
     assert shell("checkpoint", "convert", "kept", "-o", "dcp", "--dcp").out == "dcp\n"
@@ -172,6 +173,11 @@ def test_a_folder_that_torch_distributed_loads(most: int, shell: Shell) -> None:
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(found, checkpoint_id="dcp")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_such_a_folder_is_asked_for(shell: Shell) -> None:
+    assert shell("checkpoint", "convert", "kept", "-o", "dcp", "--dcp").out == "dcp\n"
+    assert (shell.folder / "dcp" / ".metadata").exists()
 
 
 def test_a_folder_of_a_damaged_checkpoint(shell: Shell) -> None:

@@ -185,25 +185,40 @@ def batches(batch_size, shard, num_shards):
 """
 
 
-def test_every_launcher_trains_alike(planned: Path) -> None:
-    """`--local 2`, torchrun's variables, and srun's with the same batches in parts; all end after
-    three steps. (Under torchrun itself runs go on in `test_survives`.)"""
-    (planned / "sharded.py").write_text(NET + SHARDED)
-    run = ("-m", "autopipe", "run", "dp2.json", "--steps", "5")
-    local = end(start(sys.executable, *run, "--local", "2", folder=planned))
+RUN = ("-m", "autopipe", "run", "dp2.json", "--steps", "5")
+"""The data ends after three."""
+
+
+def under_torchrun(folder: Path) -> Said:
+    """By its variables. (Under torchrun itself runs go on in `test_survives`.)"""
+    torchrun = ranks(2, *RUN, folder=folder)
+    check_run(torchrun, stages=1)
+    assert len(losses(torchrun)) == 3
+    return torchrun
+
+
+@pytest.mark.long
+def test_local_trains_as_torchrun_does(planned: Path) -> None:
+    local = end(start(sys.executable, *RUN, "--local", "2", folder=planned))
     check_run(local, stages=1)
-    assert len(losses(local)) == 3
+    torchrun = under_torchrun(planned)
+    assert losses(local) == losses(torchrun)
+    assert local.out.splitlines()[-1] == torchrun.out.splitlines()[-1]
+
+
+def test_srun_trains_as_torchrun_does(planned: Path) -> None:
+    """With the same batches in parts."""
+    (planned / "sharded.py").write_text(NET + SHARDED)
     port = free_port()
-    parts = (*run, "--model", "sharded.py")
+    parts = (*RUN, "--model", "sharded.py")
     environs = (srun_environment(number, 2, port) for number in (0, 1))
     first, second = [rank(*parts, folder=planned, environ=environ) for environ in environs]
     srun, silent = first(), second()
     check_run(srun, stages=1)
     assert (silent.code, silent.out) == (0, "")
-    torchrun = ranks(2, *run, folder=planned)
-    assert torchrun.code == 0
-    assert losses(local) == losses(srun) == losses(torchrun)
-    assert local.out.splitlines()[-1] == torchrun.out.splitlines()[-1]
+    torchrun = under_torchrun(planned)
+    assert losses(srun) == losses(torchrun)
+    assert srun.out.splitlines()[-1] == torchrun.out.splitlines()[-1]
 
 
 @pytest.mark.long

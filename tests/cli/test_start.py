@@ -79,12 +79,13 @@ def test_the_package_loads_nothing_slow() -> None:
     assert found.stdout == "[]\n", found.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "before",
     [
-        pytest.param("", marks=pytest.mark.long),
+        "",
         "import autopipe.planners.driver.make_plan",
-        pytest.param("from autopipe import Plan", marks=pytest.mark.long),
+        "from autopipe import Plan",
     ],
 )
 def test_plan_is_the_function(before: str) -> None:

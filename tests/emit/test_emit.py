@@ -514,7 +514,9 @@ def torchrun(*argv: str, folder: Path) -> Said:
     ("how", "launch"),
     [
         pytest.param(("--pp", "2"), torchrun, marks=pytest.mark.long),
-        (("--dp", "2", "--zero", "3"), partial(ranks, 2)),  # with the same environment
+        pytest.param(  # with the same environment
+            ("--dp", "2", "--zero", "3"), partial(ranks, 2), marks=pytest.mark.long
+        ),
         (  # ranks hold copies of what the files declare as masters
             ("--dp", "2", "--zero", "3", "--precision", "bf16"),
             partial(ranks, 2),
@@ -568,7 +570,7 @@ def test_a_mistake_is_told_in_a_sentence(
     assert missing.error.startswith("there is no model file 'x.py'")
     programs_ = tmp_path / "out" / "programs.txt"
     programs_.write_text(programs_.read_text().replace(" 0STEP", ""))
-    said = end(start(sys.executable, "out/train.py", "--steps", "1", folder=tmp_path))
+    said = ranks(1, "out/train.py", "--steps", "1", folder=tmp_path)
     wrong, hint = said.error.split("\n\n")
     assert wrong == f"{programs_}: rank 0 lacks 0STEP"
     assert hint == "hint: mend the file, or emit it again, with --force"

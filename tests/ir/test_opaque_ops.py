@@ -48,7 +48,7 @@ class LastOfGRU(LastStep):
     kind = nn.GRU
 
 
-@pytest.mark.parametrize("kind", [Spectrum, OwnWindow])
+@pytest.mark.parametrize("kind", [Spectrum, pytest.param(OwnWindow, marks=pytest.mark.long)])
 def test_istft_is_planned_and_split(kind):
     """Bug: planning ended in a traceback: istft reads whether its windows leave gaps, and the
     tensors of a dry run have no values."""

@@ -80,14 +80,12 @@ def test_layers_that_take_turns_are_left_out_in_groups(
 @pytest.mark.parametrize(
     "model",
     [
-        Deep(in_place=True),
         Growing(),
-        Tied(12),
         Turning(9, masks=True),
         *(
             pytest.param(model, marks=pytest.mark.long)
             for model in (
-                *(Deep(), Collecting(), Deep(12)),
+                *(Deep(in_place=True), Tied(12), Deep(), Collecting(), Deep(12)),
                 *(Turning(11), Turning(16, 3), Recalling(12)),
             )
         ),

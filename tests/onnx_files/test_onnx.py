@@ -26,7 +26,6 @@ from autopipe.errors import ModelError
 from autopipe.frontend import batch as batches
 from autopipe.onnx_files.source import as_module
 from tests.support import warm
-from tests.support.long import chosen
 from tests.support.shell import Shell
 from tests.support.staged import trace_model
 from tests.support.zoo import ZOO
@@ -58,7 +57,8 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], path
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("name", chosen(EXPORTED, now=("frozen",)))
+@pytest.mark.long
+@pytest.mark.parametrize("name", EXPORTED)
 def test_the_zoo(tmp_path: Path, name: str) -> None:
     case = ZOO[name]
     own, batch = case.model().eval(), case.inputs(3)

@@ -83,7 +83,7 @@ def test_a_vocabulary_of_127(ranks: int) -> None:
     agrees(trace, model, words(2), found, 2)
 
 
-@pytest.mark.parametrize("name", chosen(("llama", "gpt", "gpt2", "t5"), now=("llama", "gpt2")))
+@pytest.mark.parametrize("name", chosen(("llama", "gpt", "gpt2", "t5"), now=("llama",)))
 def test_models_of_the_zoo(name: str) -> None:
     """With four ranks llama has fewer heads of keys and values, two, than there are ranks."""
     trace, case = traced(name), ZOO[name]

@@ -67,6 +67,7 @@ def test_when_one_fails_the_others_end(tmp_path: Path) -> None:
             os.kill(int((tmp_path / rank).read_text()), 0)
 
 
+@pytest.mark.long
 def test_a_parent_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)")
     parent = warm._Parent(tmp_path / "parent")
@@ -82,6 +83,7 @@ def test_a_parent_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     ends(pid)
 
 
+@pytest.mark.long
 def test_a_parent_serves_all_who_ask_and_ends_with_the_last(tmp_path: Path) -> None:
     first, second = (warm._Parent(tmp_path / "parent") for _ in range(2))
     assert (process := first._process) is not None and second._process is None

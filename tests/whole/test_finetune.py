@@ -70,7 +70,8 @@ def logits(model: nn.Module | str) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("stages", [1, 2])
 def test_lora_is_merged_into_a_folder(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:

@@ -128,23 +128,30 @@ def test_the_decoder_has_one_and_a_half_billion_parameters(monkeypatch: pytest.M
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(1.51e9, rel=0.01)
 
 
-def test_text_is_mixed_by_shares_of_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """After any number of rows no source is a row ahead of its share or behind it."""
-    for letter in "abc":
+SHARES = {"a": 0.6, "b": 0.3, "c": 0.1}
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> str:
+    """A folder for each letter, and the recipe's word for their shares."""
+    for letter in SHARES:
         (tmp_path / letter).mkdir()
         (tmp_path / letter / "text.txt").write_text(letter * 1000)
-    shares = {"a": 0.6, "b": 0.3, "c": 0.1}
-    named = ",".join(f"{tmp_path / letter}:{share}" for letter, share in shares.items())
-    rows = wan(monkeypatch, **SMALL, SOURCES=named)["mixed"]()
+    return ",".join(f"{tmp_path / letter}:{share}" for letter, share in SHARES.items())
+
+
+def test_text_is_mixed_by_shares_of_tokens(monkeypatch: pytest.MonkeyPatch, texts: str) -> None:
+    """After any number of rows no source is a row ahead of its share or behind it."""
+    rows = wan(monkeypatch, **SMALL, SOURCES=texts)["mixed"]()
     given = Counter[str]()
     for number, row in enumerate(islice(rows, 200), start=1):
         assert len(row) == 65
         given[chr(row[0])] += 1
-        assert all(abs(given[letter] - share * number) < 1 for letter, share in shares.items())
+        assert all(abs(given[letter] - share * number) < 1 for letter, share in SHARES.items())
 
 
-def test_replicas_share_out_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = wan(monkeypatch, **SMALL)["batches"]
+def test_replicas_share_out_the_same_rows(monkeypatch: pytest.MonkeyPatch, texts: str) -> None:
+    batches = wan(monkeypatch, **SMALL, SOURCES=texts)["batches"]
     whole = [next(batches(8))["tokens"]]
     parts = torch.cat([next(batches(8, shard, 4))["tokens"] for shard in range(4)])
     assert torch.equal(whole[0], parts)

@@ -93,7 +93,7 @@ def trained() -> nn.Module:
     [
         pytest.param("one", {"pp": 1}, marks=pytest.mark.long),
         ("pp", {"pp": 2}),
-        ("tp", {"tp": 2, "pp": 1, "dp": 1}),
+        pytest.param("tp", {"tp": 2, "pp": 1, "dp": 1}, marks=pytest.mark.long),
         pytest.param("zero-1", {"dp": 2, "zero": 1}, marks=pytest.mark.long),
         ("zero-3", {"dp": 2, "zero": 3}),
         pytest.param("pp from a file", {"pp": 2}, marks=pytest.mark.long),

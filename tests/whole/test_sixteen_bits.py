@@ -1,5 +1,6 @@
 """`precision="bf16"`: plain PyTorch in bf16 with fp32 master weights, and close to fp32."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import autopipe
 from autopipe import Pipe, Plan
 from tests.support import masters, pipes
 from tests.support.inprocess import machine
-from tests.support.long import LONG, chosen
+from tests.support.long import LONG
 from tests.support.models import WIDTH
 from tests.support.pipes import planned, rows_of
 from tests.support.remembered import traces_remembered
@@ -28,15 +29,22 @@ def parts(batch: Any) -> list[Any]:
     return [rows_of(batch, 2 * k, 2 * k + 2) for k in range(MICRO_BATCHES)]
 
 
+MODELS = ("gpt", "unet", "llama", "mask", "frozen", "keywords")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NOW = (("gpt", "bf16"), ("frozen", "fp16"))
+"""The others in the long run."""
+
+
 @pytest.mark.parametrize(
-    "name", chosen(("gpt", "unet", "llama", "mask", "frozen", "keywords"), now=("gpt", "frozen"))
+    ("name", "precision"),
+    [
+        pytest.param(*case, marks=() if case in NOW else pytest.mark.long)
+        for case in product(MODELS, DTYPES)
+    ],
 )
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
-def test_gradients_are_those_of_plain_torch(name: str, precision: str, dtype: torch.dtype) -> None:
+def test_gradients_are_those_of_plain_torch(name: str, precision: str) -> None:
     """Bit by bit, added in fp32; parameters that are frozen are held in 16 bits alone."""
-    case = ZOO[name]
+    case, dtype = ZOO[name], DTYPES[precision]
     pipe, batch = piped(name, precision), case.inputs(2 * MICRO_BATCHES)
     scale = pipe.loss_scale.scale if pipe.loss_scale is not None else 1.0
     expected = masters.step(case, case.model(), dtype, parts(batch), scale)
@@ -80,6 +88,7 @@ def test_an_optimizer_of_16_bits_changes_parameters_of_16_bits() -> None:
         assert optimizers[0].state[parameter]["exp_avg"].dtype == dtype
 
 
+@pytest.mark.long
 def test_training_follows_fp32() -> None:
     """The losses of 200 steps, by default 25, each within two percent."""
     case, found = ZOO["gpt"], dict[str, list[float]]()
@@ -126,7 +135,7 @@ def test_a_step_that_bf16_does_not_resolve_is_made() -> None:
 
 def test_a_plan_says_what_it_is_in() -> None:
     """bf16 on GPUs that have it; a model of 16 bits, other GPUs and CPUs are left as they are."""
-    case = ZOO["gpt"]
+    case = ZOO["keywords"]
 
     def precision(cluster: object, model: Any = case.model) -> str:
         mesh: Any = {"pp": 2, "dp": 1, "tp": 1, "micro_batches": 4, "compile": False}
