@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.house import FILES, ROOT
-from tests.support.shell import Said, end, ranks, start
+from tests.support.shell import Said, end, free_port, rank, start, torchrun_environment
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLAN = "examples/gpt.plan.json"
@@ -66,30 +66,32 @@ def test_the_readme_shows_the_plan_that_is_kept() -> None:
     assert [line for line in lines if line not in said] == []
 
 
-def started(*words: str) -> Callable[[Path], Said]:
-    """By a command, as a newcomer types it."""
-    return lambda folder: end(start(sys.executable, *words, "train.py", folder=folder))
+def typed(folder: Path) -> list[Said]:
+    """The two commands of a newcomer."""
+    commands = ((), ("-m", "torch.distributed.run", "--nproc-per-node", "2"))
+    return [
+        end(start(sys.executable, *words, "train.py", folder=folder), timeout=300)
+        for words in commands
+    ]
 
 
-@pytest.mark.parametrize(
-    ("launch", "processes"),
-    [
-        pytest.param(started(), 1, marks=pytest.mark.long),
-        pytest.param(
-            started("-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            2,
-            marks=pytest.mark.long,
-        ),
-        (lambda folder: ranks(2, "train.py", folder=folder), 2),
-    ],
-    ids=["python", "torchrun", "as torchrun does"],
-)
-def test_the_readme_trains(launch: Callable[[Path], Said], processes: int, tmp_path: Path) -> None:
+def forked(folder: Path) -> list[Said]:
+    """What they start, with the same environment."""
+    alone = rank("train.py", folder=folder, environ={})()
+    port = free_port()
+    two = [torchrun_environment(number, 2, port) for number in (0, 1)]
+    given = {"TORCHELASTIC_RUN_ID": "none"}
+    begun = [rank("train.py", folder=folder, environ=own | given) for own in two]
+    return [alone, *(ended() for ended in begun)]
+
+
+@pytest.mark.parametrize("started", [forked, pytest.param(typed, marks=pytest.mark.long)])
+def test_the_readme_trains(started: Callable[[Path], list[Said]], tmp_path: Path) -> None:
     """Its lines of Python."""
     (code,) = fenced((ROOT / "README.md").read_text(), "python")
     written = "    open(f'loss{distributed.get_rank()}', 'w').write(str(float(mean)))\n"
     (tmp_path / "train.py").write_text(code + written)
-    said = launch(tmp_path)
-    assert said.code == 0, said.err
-    found = [float((tmp_path / f"loss{rank}").read_text()) for rank in range(processes)]
-    assert len({*found}) == 1 and found[0] < 1.1
+    for said in started(tmp_path):
+        assert said.code == 0, said.err
+    first, second = (float((tmp_path / f"loss{rank}").read_text()) for rank in (0, 1))
+    assert first == second < 1.1

@@ -242,6 +242,7 @@ def inputs(rows):
 """
 
 
+@pytest.mark.long
 def test_a_model_that_makes_much_of_rounding_is_split_right(autopipe: Shell) -> None:
     """A sum over two ranks is 6e-8 off; 1e5 of that moves a sine. `check` called the plan wrong."""
     (autopipe.folder / "steep.py").write_text(STEEP)

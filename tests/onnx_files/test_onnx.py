@@ -150,6 +150,7 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
     assert torch.equal(grads["block.bias"], b.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_file_is_planned_split_and_checked_as_any_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

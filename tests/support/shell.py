@@ -162,8 +162,8 @@ def start(
     )
 
 
-def end(process: subprocess.Popen[str]) -> Said:
-    out, err = process.communicate(timeout=60)
+def end(process: subprocess.Popen[str], timeout: float = 60) -> Said:
+    out, err = process.communicate(timeout=timeout)
     return Said(process.returncode, out, _talk(err))
 
 

@@ -29,6 +29,7 @@ def test_gpt_has_about_ten_million_parameters(gpt: dict[str, Any]) -> None:
     assert sum(p.numel() for p in gpt["model"]().parameters()) == expected
 
 
+@pytest.mark.long
 def test_gpt_learns(gpt: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = gpt["model"]()
