@@ -209,7 +209,10 @@ def test_a_folder_that_transformers_loads(shell: Shell) -> None:
     assert torch.equal(exported(tokens).logits, trained(tokens).logits)
 
 
-@pytest.mark.parametrize(("rename", "warned"), [("", False), ("transformer.", False), ("x.", True)])
+@pytest.mark.parametrize(
+    ("rename", "warned"),
+    [pytest.param("", False, marks=pytest.mark.long), ("transformer.", False), ("x.", True)],
+)
 def test_names_that_the_folder_has_not(rename: str, warned: bool, shell: Shell) -> None:
     """On the hub GPT-2's names do not begin with `transformer.`, and transformers knows that."""
     weights = load_file("start/model.safetensors")

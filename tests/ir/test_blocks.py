@@ -155,7 +155,11 @@ def test_a_blocks_states_begin_with_its_module_whichever_call_it_is():
 
 @pytest.mark.parametrize(
     ("cuts", "tolerance"),
-    [([], 0.0), (["head/linear/0"], 0.0), (["unit.norm@1/layer_norm/0"], 1e-5)],
+    [
+        pytest.param([], 0.0, marks=pytest.mark.long),
+        (["head/linear/0"], 0.0),
+        (["unit.norm@1/layer_norm/0"], 1e-5),
+    ],
 )
 def test_a_module_called_again_runs_with_the_same_parameters(cuts, tolerance):
     """Cut between its calls, both stages have a part of the sum."""

@@ -60,7 +60,11 @@ def test_a_layer_whose_weight_is_used_elsewhere_stands_for_nobody() -> None:
     [
         (Turning(10), [(n, n + 1) for n in range(0, 10, 2)]),
         (Turning(9, masks=True), [(n, n + 1) for n in range(0, 8, 2)]),  # and one more
-        (Turning(25, 6), [tuple(range(n, n + 6)) for n in range(0, 24, 6)]),
+        pytest.param(
+            Turning(25, 6),
+            [tuple(range(n, n + 6)) for n in range(0, 24, 6)],
+            marks=pytest.mark.long,
+        ),
         (Turning(14, 6), [(n,) for n in range(5)] + [(n,) for n in range(6, 11)]),
     ],
     ids=["in turns", "by their masks", "one of six", "too few turns"],

@@ -155,6 +155,7 @@ NOT_COUNTED: dict[str, Loss] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("loss", NOT_COUNTED.values(), ids=NOT_COUNTED)
 def test_any_other_loss_is_no_mean_over_labels(loss: Loss) -> None:
     assert of(loss) is None

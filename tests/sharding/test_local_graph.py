@@ -68,7 +68,7 @@ def agrees(trace: Trace, model: nn.Module, batch: Any, sharding: Sharding, rows:
     assert off < 1e-5, name
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_vocabulary_of_127(ranks: int) -> None:
     """Embedding and loss over unequal parts, a word without a gradient and a label that counts not.
 
