@@ -22,6 +22,7 @@ from tests.support.shell import (
     ROOT,
     Shell,
     python,
+    rank,
 )
 
 
@@ -48,7 +49,7 @@ def test_plan_needs_no_argument_but_the_model(
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "net.py").write_text(NET)
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
-    said = python("plan", "net.py", folder=tmp_path / "work", environ=environ)
+    said = rank("-m", "autopipe", "plan", "net.py", folder=tmp_path / "work", environ=environ)()
     assert (said.code, said.out) == (0, "plan.json\n")
     cluster, traced, rates, decided, speed, *idle, took = said.err.splitlines()
     assert cluster == "cluster: local:2, this machine"
