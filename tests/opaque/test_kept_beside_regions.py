@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.long import chosen
 from tests.support.odd_models import Net, built, inputs, refusal, regions_of, square, unlike
 from tests.support.staged import trace_model
 
@@ -51,7 +52,7 @@ class Follows(Net):
         return torch.vmap(torch.sin)(self.middle(hidden)) - self.teacher(hidden)
 
 
-@pytest.mark.parametrize("kind", [Grid, GridInside, Follows])
+@pytest.mark.parametrize("kind", chosen([Grid, GridInside, Follows], now=(Grid,)))
 def test_a_table_of_a_first_call_and_a_teacher_go_with_it(kind):
     """Bug: each was refused as a model that keeps something and computes something else."""
     assert regions_of(kind)

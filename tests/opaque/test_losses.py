@@ -7,7 +7,15 @@ from torch.nn import functional as F
 
 import autopipe
 from autopipe.errors import CaptureError, ModelError
-from tests.support.odd_models import Net, built, inputs, planned, refusal, unlike
+from tests.support.odd_models import (
+    Net,
+    built,
+    inputs,
+    planned,
+    refusal,
+    unlike,
+    unlike_whole_or_cut,
+)
 from tests.support.staged import trace_model
 
 
@@ -53,14 +61,13 @@ class Criterion(nn.Module):
 LOSSES = [chosen, matched, branches, Criterion()]
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda one: getattr(one, "__name__", "module"))
 def test_it_computes_what_eager_computes(loss):
     """Bug: all were refused, with a hint to do what the module already does."""
     (region,) = trace_model(built(Net), inputs, loss).regions
     assert region.name == "loss()"
-    assert unlike(built(Net), loss) == []
-    assert unlike(built(Net), loss, cuts=["relu/1"]) == []
+    assert unlike_whole_or_cut(built(Net), loss, cuts=["relu/1"]) == []
 
 
 class Tuples(Net):
@@ -86,6 +93,7 @@ class Both(Net):
         return self.down(self.inside(hidden))
 
 
+@pytest.mark.long
 def test_a_whole_model_beside_it():
     regions = trace_model(built(Both), inputs, chosen).regions
     assert [region.name for region in regions] == ["forward()", "loss()"]

@@ -159,9 +159,23 @@ def unlike(model, loss=square, cuts=(), **options):
 
     The loss may hold `model` itself, as it does where a user builds the model in a script.
     """
+    return _unlike(model, loss, [cuts], options)
+
+
+def unlike_whole_or_cut(model, loss=square, *, cuts, **options):
+    """The same of one stage and of those between `cuts`, which one trace serves."""
+    return _unlike(model, loss, [(), cuts], options)
+
+
+def _unlike(model, loss, ways, options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         trace = trace_model(model, inputs, loss, **options)
         own = copy.deepcopy(plain(model))  # before eager has changed its buffers
-        found = staged_step(own, trace, inputs(ROWS * MICRO_BATCHES), cuts, MICRO_BATCHES)
-        return differences(found, eager(model, loss), tolerance=1e-5)
+        drawn, batch = torch.get_rng_state(), inputs(ROWS * MICRO_BATCHES)
+        found = []
+        for cuts in ways:
+            torch.set_rng_state(drawn)
+            found.append(staged_step(own, trace, batch, cuts, MICRO_BATCHES))
+        expected = eager(model, loss)
+        return [name for step in found for name in differences(step, expected, tolerance=1e-5)]
