@@ -13,6 +13,7 @@ from autopipe.errors import CaptureError
 from autopipe.frontend import batch as batches
 from autopipe.tracing.export import Program
 from tests.support.autograd_functions import Double
+from tests.support.long import chosen
 from tests.support.staged import staged_step, trace_model
 from tests.support.zoo import ZOO
 
@@ -127,7 +128,11 @@ FIXES_ROWS = {
 """Why a method that fixes the number of rows cannot run as it is; None: it does."""
 
 
-@pytest.mark.parametrize("kind", FIXES_ROWS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    chosen(FIXES_ROWS, now=(FewRows, Added, FewPoints)),
+    ids=lambda k: k.__name__,
+)
 def test_rows_that_are_fixed_in_forward_are_refused_with_the_line(kind, capfd):
     class Forward(kind):
         body = staticmethod(partial(kind.body, None))  # forward's own lines: no method of a module
@@ -145,7 +150,11 @@ def test_rows_that_are_fixed_in_forward_are_refused_with_the_line(kind, capfd):
     assert capfd.readouterr() == ("", ""), "torch's own log stays silent"
 
 
-@pytest.mark.parametrize("kind", FIXES_ROWS, ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    chosen(FIXES_ROWS, now=(OneByOne, Divides, Added)),
+    ids=lambda k: k.__name__,
+)
 def test_a_method_that_fixes_rows_runs_as_it_is_where_it_can(kind):
     if FIXES_ROWS[kind] is None:
         model, batch = kind(), inputs(4)

@@ -38,6 +38,7 @@ class InPlace(Net):
         return self.middle(hidden).clone().as_strided_((len(hidden), 8), (8, 1))
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("kind", [Windows, FromTheSecond])
 @pytest.mark.parametrize("cut", ["permute/0", "contiguous/0", "as_strided/0"])
 def test_a_stage_gets_the_elements_in_the_order_of_the_dims(kind, cut):

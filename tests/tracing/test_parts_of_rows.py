@@ -6,6 +6,7 @@ from torch import nn
 
 import autopipe
 from tests.support.inprocess import machine
+from tests.support.long import chosen
 from tests.support.odd_models import built, unlike
 
 
@@ -32,7 +33,18 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    chosen(
+        WAYS,
+        now=(
+            "torch.chunk(z, chunks=2, dim=0)",
+            "z.split(n)",
+            "torch.split(z, z.shape[0] // 2)",
+            "z[:n], z[n:]",
+        ),
+    ),
+)
 def test_rows_are_taken_apart(way):
     """Bug: for `chunk` and `split` torch rounds 2 b / 2, and the number of rows was fixed by it."""
     kind = type("Views", (Views,), {"apart": WAYS[way]})
@@ -101,6 +113,7 @@ class Thirds(Views):
         return z.chunk(3)[:2]
 
 
+@pytest.mark.long
 def test_what_does_not_divide_is_refused_with_its_line():
     with pytest.raises(autopipe.errors.CaptureError, match="the number of rows is fixed here"):
         unlike(built(Thirds))

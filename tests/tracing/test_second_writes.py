@@ -74,7 +74,7 @@ class Counted(Averaged):
         return self.middle(hidden)
 
 
-@pytest.mark.sweep(of=4)
+@pytest.mark.sweep(of=8)
 @pytest.mark.parametrize("kind", [Normed, Reentrant, Blocks, Averaged, Counted])
 def test_statistics_in_a_checkpoint_are_written_twice(kind, size):
     """Bug: "its buffer 'norm.running_mean' is another one by its graph"; of a large model, not a
@@ -111,7 +111,7 @@ class Detached(Normed):
         return self.middle(hidden) + super().inside(hidden).detach()
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("kind", [Last, Detached])
 def test_what_backward_does_not_run_again_is_written_once(kind, size):
     planned(built(kind))
@@ -142,6 +142,7 @@ class ReadOutside(Counted):
         return super().inside(hidden).tanh() / (1 + self.average)
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize(
     "kind, name",
     [

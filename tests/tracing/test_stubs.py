@@ -69,8 +69,9 @@ STOOD_IN = {
 """Training and evaluation; batch norm changes its buffers only in the first."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", chosen(ZOO, now=("resnet",)))
+@pytest.mark.parametrize("name", ZOO)
 def test_the_zoo(monkeypatch, name, training):
     case = ZOO[name]
     shared, stood_in, whole = traces(
@@ -118,7 +119,13 @@ def failing(error):
     return fails
 
 
-@pytest.mark.parametrize("error", [Unlike("blocks.1 is called again"), CaptureError("no\nmore")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unlike("blocks.1 is called again"),
+        pytest.param(CaptureError("no\nmore"), marks=pytest.mark.long),
+    ],
+)
 def test_where_stand_ins_are_refused_one_is_told(monkeypatch, error):
     whole = trace_model(Stack(), lambda rows: (torch.ones(rows, 4),), summed, reads=())
     monkeypatch.setattr(tracing, "capture", failing(error))
@@ -352,8 +359,11 @@ KINDS = {
 """For how many of six blocks a stand-in stands."""
 
 
-@pytest.mark.sweep(of=4)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    chosen(KINDS, now=(AsksForItsIndex, WritesABuffer, GivesAView)),
+    ids=lambda kind: kind.__name__,
+)
 def test_blocks(monkeypatch, kind):
     shared, stood_in, whole = traces(monkeypatch, lambda: Stack(kind), inputs, mean)
     assert_same(shared, whole)
@@ -462,15 +472,18 @@ MODELS = {
 }
 
 
-@pytest.mark.sweep(of=4)
-@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    chosen(MODELS, now=(Trees, TiedWeights)),
+    ids=lambda kind: kind.__name__,
+)
 def test_models(monkeypatch, kind):
     shared, stood_in, whole = traces(monkeypatch, kind, inputs, mean)
     assert_same(shared, whole)
     assert stood_in == MODELS[kind]
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"symbolic": False}, {"reads": ()}], ids=str)
 def test_at_fixed_rows_and_from_a_record(monkeypatch, options):
     shared, stood_in, whole = traces(monkeypatch, lambda: Stack(Block), inputs, mean, **options)
@@ -488,6 +501,7 @@ def test_where_buffers_are_read_in_16_bits(monkeypatch):
     assert stood_in == 5
 
 
+@pytest.mark.long
 def test_of_a_long_row_only_some_run_before_the_trace(monkeypatch):
     told = []
     as_if = ModuleCall.as_if

@@ -12,7 +12,6 @@ from autopipe.frontend.row_length import length_of, lengthened
 from autopipe.ir.graph import SEQUENCE
 from autopipe.tracing.source import trace_source
 from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths
-from tests.support.long import chosen
 from tests.support.models import LENGTH
 from tests.support.staged import traced_at
 from tests.support.zoo import ZOO
@@ -72,10 +71,8 @@ def traced(name: str) -> Lengths:
     return trace_lengths(case.model(), example, specs, case.loss)
 
 
-@pytest.mark.sweep(of=2)
-@pytest.mark.parametrize(
-    "name", chosen(("dropout", "gpt2", "llama", "t5", "mask"), now=("dropout",))
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ("dropout", "gpt2", "llama", "t5", "mask"))
 @pytest.mark.parametrize("length", [LENGTH, 7])
 def test_at_every_length_it_is_the_trace_of_that_length(name: str, length: int) -> None:
     """Node by node, arguments included; a whole slice of a table is no node at full length."""
@@ -113,8 +110,34 @@ def test_a_model_with_a_table_as_long_as_its_example() -> None:
     assert made == [(node.name, node.outputs) for node in alone.nodes]
 
 
+class OneByOne(nn.Module):
+    """A loop over the tokens of a row has as many nodes as there are tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for n in range(1, tokens.shape[1]):
+            x = torch.tanh(x + x[:, n : n + 1])
+        return x.square().mean()
+
+
 def test_a_model_that_asks_how_many_tokens_there_are() -> None:
     """Then its trace is of that number, and it says so."""
+
+    def inputs(rows: int) -> dict[str, Tensor]:
+        return {"tokens": whole(rows, 12)}
+
+    found = trace_lengths(OneByOne, inputs(2), described(inputs), None)
+    assert found.longest is None
+    assert found.why == "what the model does at 12 tokens depends on their number"
+    assert found.trace.graph == trace_source(OneByOne, inputs(2), described(inputs), None).graph
+
+
+@pytest.mark.long
+def test_a_recurrent_layer_asks_how_many_tokens_there_are() -> None:
     found = traced("lstm")
     assert found.longest is None
     assert found.why == "what the model does at 12 tokens depends on their number"
@@ -122,5 +145,11 @@ def test_a_model_that_asks_how_many_tokens_there_are() -> None:
 
 
 def test_a_model_without_one() -> None:
-    found = traced("unet")
+    inputs = {"input": torch.ones(2, 8)}
+    found = trace_lengths(
+        partial(nn.Linear, 8, 8),
+        inputs,
+        described(lambda b: {"input": torch.ones(b, 8)}),
+        lambda outputs, _: outputs.mean(),
+    )
     assert found.longest is None and "whole numbers" in found.why

@@ -115,6 +115,7 @@ def test_symbolic_and_fixed_rows_give_the_same_names_and_fingerprint(name):
     assert fingerprint(symbolic) == fingerprint(one, four) == fingerprint(four, one)
 
 
+@pytest.mark.long
 def test_a_whole_slice_is_no_node():
     """`hidden[slice(0, None)]` of llama: eager returns `hidden`, a symbolic trace had a slice."""
     case = ZOO["llama"]
@@ -452,6 +453,7 @@ def test_tracing_leaves_the_model_as_it_was(name):
         assert not module._forward_hooks and not module._forward_pre_hooks
 
 
+@pytest.mark.long
 def test_a_skeleton_can_be_traced_again_and_gives_the_same():
     case = ZOO["unet"]
     skeleton = fake_copy(case.model())

@@ -75,7 +75,7 @@ RUNS = {
 }
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=5)
 @pytest.mark.parametrize(("run", "numbers"), RUNS.values(), ids=RUNS)
 def test_checkpointed_blocks_are_asked_for(run, numbers):
     wanted, said = found_of(Net(run))
@@ -100,6 +100,7 @@ def test_two_blocks_in_one_checkpoint_are_both_recomputed():
     assert wanted == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
 
 
+@pytest.mark.long
 def test_who_asks_for_nothing_leaves_it_to_the_planner():
     assert found_of(Net(lambda b, x, n: b(x))) == (None, [])
 
@@ -180,6 +181,7 @@ def test_the_plan_counts_and_shows_them_as_recomputed_blocks():
     assert all(less < more for less, more in zip(*activations, strict=True))
 
 
+@pytest.mark.long
 def test_transformers_own_switch_is_one():
     case = ZOO["gpt2"]
     model = case.model()
