@@ -209,7 +209,7 @@ class FromTheEnd(FromTheFront):
         return self.middle(hidden) * (2 if len(self.kept) < 1900 else 1)
 
 
-@pytest.mark.sweep(of=4)
+@pytest.mark.sweep(of=14)
 @pytest.mark.parametrize("kind", [*Warm.__subclasses__(), FromTheFront, FromTheEnd])
 def test_a_count_is_seen_wherever_it_is_kept(kind, size):
     """Bug: a run was trained on for good as if it were warming up."""
@@ -232,6 +232,7 @@ class InALinkedList(Net):
         return self.middle(hidden) * (2 if length > 5 else 1)
 
 
+@pytest.mark.sweep(of=2)
 def test_what_nothing_can_set_ahead_is_called_a_few_times(size):
     """Bug: two calls did the same, and it was planned."""
     assert "keeps kept" in refusal(built(InALinkedList))
@@ -248,6 +249,7 @@ class Logs(Net):
         return self.middle(hidden)
 
 
+@pytest.mark.long
 def test_what_is_counted_for_a_log_is_no_obstacle(size):
     model = built(Logs)
     planned(model)

@@ -87,6 +87,7 @@ class Never(Own):
         return self.chance.random() < 0
 
 
+@pytest.mark.sweep(of=2)
 def test_a_draw_that_never_matters_is_no_obstacle(size):
     model = built(Never)
     before = model.chance.getstate()

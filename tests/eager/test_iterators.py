@@ -63,7 +63,7 @@ class InAFunction(Net):
         return self.middle(hidden) * self.scale()
 
 
-@pytest.mark.sweep(of=4)
+@pytest.mark.sweep(of=6)
 @pytest.mark.parametrize(
     "kind, name",
     [
@@ -107,6 +107,7 @@ class Numbered(Net):
         return self.middle(hidden)
 
 
+@pytest.mark.sweep(of=2)
 def test_what_is_drawn_and_not_computed_with_is_no_obstacle(size):
     model = built(Numbered)
     planned(model)

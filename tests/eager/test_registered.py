@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from autopipe.planners.driver import against_eager
+from tests.support.long import chosen
 from tests.support.odd_models import Net, built, inputs, planned, refusal, square, unlike
 from tests.support.staged import trace_model
 
@@ -58,7 +59,10 @@ def _line(kind):
     return next(n for n, line in enumerate(lines, first) if "nn.P" in line or "nn.S" in line)
 
 
-@pytest.mark.parametrize("kind", [ByItself, Registered, InAModule])
+@pytest.mark.parametrize(
+    "kind",
+    chosen([ByItself, Registered, InAModule], now=(ByItself, Registered)),
+)
 def test_it_is_planned_once_the_model_was_called_as_the_hint_says(kind):
     def called():
         net = kind()
@@ -109,6 +113,7 @@ class Average(Net):
         return hidden + self.average
 
 
+@pytest.mark.long
 def test_a_buffer_that_the_first_call_registers_is_a_cache():
     assert unlike(built(Table)) == ["table"], "the model keeps it, a graph makes it each time"
     assert trace_model(built(Table), inputs, square).unsteady == ("table",)

@@ -43,6 +43,7 @@ class AssignedApart(TwoNames):
         self.average, self.second = 0.9 * self.average + mean, 0.5 * self.second
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("kind", [Written, BothAssigned])
 def test_a_buffer_of_two_names_may_be_written(kind, size):
     """Bug: "its buffer 'second' is another one by its graph", which has it under its first name."""
@@ -74,6 +75,7 @@ class WrittenRow(Row):
         return super().inside(hidden)
 
 
+@pytest.mark.long
 def test_a_view_of_a_buffer_is_one_of_its_own_while_nothing_writes_them(size):
     planned(built(Row))
     assert unlike(built(Row)) == []
@@ -136,6 +138,7 @@ class Anchored(Net):
         return self.middle(hidden) @ self.anchors[0]
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("given", [Anchored, built(Anchored)], ids=["a function", "a model"])
 def test_so_is_one_in_an_attribute_that_forward_reads(given, size):
     """Bug: of a large model it stayed as it was built, if the model was given and not built."""
@@ -147,6 +150,7 @@ class AnchoredForLater(Anchored):
         return self.middle(hidden)
 
 
+@pytest.mark.sweep(of=2)
 def test_one_that_forward_does_not_read_is_no_obstacle(size):
     planned(built(AnchoredForLater))
 
