@@ -88,18 +88,28 @@ def test_two_places_of_equal_code_and_equal_shapes_are_compiled_once() -> None:
     assert len(backend.shapes) == 1
 
 
+OTHERS = {
+    "strides": torch.randn(6, 4).t(),
+    "dtype": torch.randn(4, 6, dtype=torch.float64),
+    "shape": torch.randn(8, 6),
+    "expanded": torch.randn(1, 6).expand(4, 6),
+    "integers": torch.randint(9, (4, 6)),
+}
+
+
 @pytest.mark.parametrize(
-    "other",
+    ("other", "backend"),
     [
-        torch.randn(6, 4).t(),
-        torch.randn(4, 6, dtype=torch.float64),
-        torch.randn(8, 6),
-        torch.randn(1, 6).expand(4, 6),
-        torch.randint(9, (4, 6)),
+        pytest.param(
+            other,
+            backend,
+            marks=pytest.mark.long if backend == "inductor" and name != "strides" else (),
+            id=f"{backend}-{name}",
+        )
+        for backend in ("inductor", "aot_eager", "eager")
+        for name, other in OTHERS.items()
     ],
-    ids=["strides", "dtype", "shape", "expanded", "integers"],
 )
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager", "eager"])
 def test_one_place_may_be_given_other_tensors(other: Tensor, backend: str) -> None:
     """As an evaluation by batches that the user made in another way."""
     body = body_of(1, doubled)

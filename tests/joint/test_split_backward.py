@@ -307,9 +307,7 @@ WAYS = [Wanted(halves, least) for halves in (True, False) for least in (False, T
 
 @pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("wanted", WAYS, ids=str)
-@pytest.mark.parametrize(
-    "name", chosen(NAMES, now=("dropout", "unet", "gpt2", "frozen", "counted"))
-)
+@pytest.mark.parametrize("name", chosen(NAMES, now=("dropout", "unet", "frozen", "counted")))
 def test_results_gradients_and_buffers_are_those_of_autograd(name, wanted):
     """Bit by bit, in any order of halves: second halves follow other micro-batches' first ones."""
     chain = Chain(name)
@@ -330,7 +328,7 @@ def test_results_gradients_and_buffers_are_those_of_autograd(name, wanted):
 
 
 @pytest.mark.parametrize(
-    "name", chosen(("gpt", "dropout", "unet", "llama", "t5"), now=("dropout", "unet", "llama"))
+    "name", chosen(("gpt", "dropout", "unet", "llama", "t5"), now=("dropout", "unet"))
 )
 def test_bytes_counted_are_bytes_held(name):
     """Of real tensors, and no more than autograd keeps."""
@@ -369,6 +367,7 @@ def kept_by_autograd(module, arguments):
     return size(kept, {storage_key(x) for x in owned})
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
 def test_mixed_precision_and_recomputation_give_what_autograd_gives(precision, recomputed):

@@ -77,7 +77,7 @@ def gradient_strides(rehearsal):
     "name",
     chosen(
         ("gpt", "gpt2", "llama", "unet", "dropout", "t5", "lstm", "resnet"),
-        now=("gpt2", "unet", "lstm", "resnet"),
+        now=("unet", "lstm"),
     ),
 )
 def test_bytes_and_layouts_are_those_of_real_tensors(name):
@@ -187,14 +187,14 @@ def observed(found, model, asked, precision):
 @pytest.mark.parametrize(
     ("name", "share", "precision"),
     [
-        *((name, 0, "bf16-autocast") for name in ("gpt", "unet", "resnet")),
+        *((name, 0, "bf16-autocast") for name in ("unet", "resnet")),
         ("gpt2", 1, "fp32"),
         ("gpt", 2, "bf16-autocast"),
-        ("gpt", 2, "fp16-autocast"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
-                *((name, 0, "bf16-autocast") for name in ("gpt2", "llama", "t5")),
+                ("gpt", 2, "fp16-autocast"),
+                *((name, 0, "bf16-autocast") for name in ("gpt", "gpt2", "llama", "t5")),
                 *((name, 1, "fp32") for name in ("gpt", "llama", "t5")),
                 *((name, 2, "bf16-autocast") for name in ("gpt2", "llama", "t5")),
             )
@@ -279,9 +279,9 @@ def test_mixed_precision_crosses_cuts_as_it_is():
 
 
 def test_evaluation_keeps_nothing_and_returns_nothing():
-    case = ZOO["gpt"]
-    found = trace_model(case.model(), case.inputs, case.loss, training=False)
-    stages = split(found, ["blocks.2.norm1/layer_norm/0"])
+    model = Model(lambda m, x: m.second(torch.tanh(m.first(x))))
+    found = trace_model(model, lambda b: {"x": torch.ones(b, 4)}, training=False)
+    stages = split(found, ["second/linear/0"])
     rehearsal = rehearse(found.graph, stages, find_blocks(found.graph), 2, gradients=False)
     assert rehearsal.saved == (0, 0)
     assert [dict(b.gradients) for b in rehearsal.boundaries.values()] == [{}]
@@ -357,11 +357,10 @@ def test_gradients_cross_as_they_lie():
     """Bug: a gradient was laid out as what it is the gradient of, as autograd does in a `.grad`."""
     model, batch = Patches(), torch.randn(ROWS, 3, 12, 12)
     found = trace_model(model, lambda rows: {"image": torch.randn(rows, 3, 12, 12)})
-    for cut in sampled(legal_cuts(analyse(found.graph)), of=6):
+    for cut in sampled(legal_cuts(analyse(found.graph)), of=12):
         real = Observed(found, model, [cut], {"image": batch})
-        shapes = {
-            ref: boundary.shape for ref, boundary in rehearsed(found, [cut]).boundaries.items()
-        }
+        rehearsal = rehearsed(found, [cut])
+        shapes = {ref: boundary.shape for ref, boundary in rehearsal.boundaries.items()}
         backward = {key: shapes[key[0]] for key in real.gradients}
-        predicted = gradient_strides(rehearsed(found, [cut]))
+        predicted = gradient_strides(rehearsal)
         assert that_matter(predicted, backward) == that_matter(real.gradients, backward), cut

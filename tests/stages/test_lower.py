@@ -108,7 +108,14 @@ def test_a_module_called_again_in_the_stage_that_has_half_of_its_first_call():
     assert torch.equal(loss, model(x))
 
 
-@pytest.mark.parametrize("cuts", [[], ["filters.1.made.0/linear/0"], ["filters.1/mul/0"]])
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        pytest.param([], marks=pytest.mark.long),
+        pytest.param(["filters.1.made.0/linear/0"], marks=pytest.mark.long),
+        ["filters.1/mul/0"],
+    ],
+)
 def test_a_block_within_another_that_is_called_before_it_stays_there(cuts):
     """Bug: the outer one was put in the place of both, and no graph ran."""
     blocks = find_blocks(trace_model(Filters(), inputs, square).graph)

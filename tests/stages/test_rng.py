@@ -11,6 +11,7 @@ from autopipe.stages.op_tape import Tape
 from autopipe.stages.rng import DRAWN, device_drawn_on, draw, stream
 from autopipe.util.seeding import seed
 from tests.support.inprocess import traced
+from tests.support.long import chosen
 from tests.support.staged import differences, split, staged_step, trace_model
 from tests.support.zoo import ZOO
 
@@ -101,7 +102,7 @@ class UnderAutocast(nn.Module):
             return F.dropout(self.layer(x), 0.5).float()
 
 
-@pytest.mark.parametrize("kind", [Recurrent, UnderAutocast])
+@pytest.mark.parametrize("kind", chosen([Recurrent, UnderAutocast], now=(UnderAutocast,)))
 def test_random_ops_in_unusual_places(kind):
     """Inside the model's own autocast, and inside an op that only its kernel knows."""
     model = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4))
