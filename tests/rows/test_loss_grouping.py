@@ -91,7 +91,7 @@ FINE = {
 }
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=6)
 @pytest.mark.parametrize("loss", FINE.values(), ids=FINE)
 def test_a_mean_over_rows_is_taken_as_it_is(loss):
     assert checked(loss) == []
@@ -209,7 +209,15 @@ def test_masks_of_two_halves_may_count_alike_by_chance():
         checked(MASKED["chosen"], inputs=lengths)
 
 
-@pytest.mark.parametrize(("loss", "what", "hint"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(
+    ("loss", "what", "hint"),
+    [
+        pytest.param(
+            *case, marks=pytest.mark.long if name == "uneven beside another term" else (), id=name
+        )
+        for name, case in REFUSED.items()
+    ],
+)
 def test_any_other_loss_is_refused_with_its_values(loss, what, hint):
     """As the values are those of made-up numbers, the oracle is what is said of them."""
     with pytest.raises(ModelError) as error:
@@ -227,7 +235,7 @@ def test_any_other_loss_is_refused_with_its_values(loss, what, hint):
         assert abs(float(whole) - (one + two) / 2) > 1e-3
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=5)
 @pytest.mark.parametrize("sharpness", [0.5, 1, 2, 8, 16])
 def test_in_batch_negatives_are_no_unequal_weights(sharpness):
     """Even where the value of all rows lies between those of the halves by chance."""
@@ -249,6 +257,7 @@ def test_in_batch_negatives_are_what_the_model_itself_gives():
     assert abs(negatives(outputs, batch).item() - sum(halves) / 2) > 0.1
 
 
+@pytest.mark.long
 def test_a_temperature_that_is_learned_hides_nothing():
     class Pairs(Net):
         def forward(self, x):

@@ -178,5 +178,6 @@ def test_what_a_model_does_not_have_is_refused(name: str, word: str, said: str, 
     assert str(refused.value.hint).startswith(hint)
 
 
+@pytest.mark.long
 def test_ops_run_again_under_zero_3() -> None:
     assert plan("attention", pp=1, dp=2, zero=3).stages[0].ops_again

@@ -115,7 +115,10 @@ def test_no_more_than_the_room():
     assert choose(alike(2, 32, 6.0, room=-5)).bytes == (0, 0)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches", "limit"), [(8, 64, 3e6), (16, 64, 9e6)])
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "limit"),
+    [(8, 64, 3e6), pytest.param(16, 64, 9e6, marks=pytest.mark.long)],
+)
 def test_a_choice_takes_so_many_lines_of_python(stages, micro_batches, limit):
     """Measured: 1.4 and 4.2 million, of which a processor runs some ten million a second."""
     pipeline = alike(stages, micro_batches, 0.5, wire=0.1)

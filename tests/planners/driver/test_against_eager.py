@@ -13,6 +13,7 @@ from autopipe.frontend.refusals import on_every_rank
 from autopipe.planners.driver import against_eager
 from autopipe.planners.driver.outcomes import Outcome, compare
 from tests.support.inprocess import machine
+from tests.support.long import chosen
 from tests.support.odd_models import Net, built, inputs, planned, refusal, square
 from tests.support.staged import trace_model
 
@@ -100,7 +101,7 @@ KEPT = {
 }
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=6)
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.__name__)
 def test_what_is_kept_in_an_attribute_is_refused_by_its_name(kind):
     """The graph is that of a first call; from the second micro-batch on it would be another one."""
@@ -110,8 +111,7 @@ def test_what_is_kept_in_an_attribute_is_refused_by_its_name(kind):
     assert f"it keeps {KEPT[kind]}\nhint: keep it in a buffer" in said
 
 
-@pytest.mark.sweep(of=3)
-@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", chosen(KEPT, now=(Counter,)), ids=lambda kind: kind.__name__)
 def test_so_it_is_where_the_model_is_too_large_to_be_run(kind, monkeypatch):
     monkeypatch.setattr(against_eager, "MOST_BYTES", 0)
     assert f"the model keeps {KEPT[kind]} from one call to the next" in refusal(built(kind))
@@ -124,6 +124,7 @@ class Noted(Net):
         return self.last
 
 
+@pytest.mark.long
 def test_what_is_kept_and_not_read_is_no_obstacle(monkeypatch):
     planned(built(Noted))
     monkeypatch.setattr(against_eager, "MOST_BYTES", 0)
@@ -156,7 +157,7 @@ class LooksOnceBesideANorm(Net):
 LOOKS = [LooksOnce, LooksOnceBesideANorm]
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", LOOKS, ids=lambda kind: kind.__name__)
 def test_what_a_first_call_writes_into_a_config_is_no_obstacle(kind, monkeypatch):
     """Models of transformers note what kind of labels they were given."""
@@ -178,6 +179,7 @@ def test_a_scripted_part_is_compared_as_all_others_are():
     assert not [line for line in said if "not compared" in line]
 
 
+@pytest.mark.long
 def test_a_loss_that_counts_its_calls_is_refused():
     def loss(outputs, batch):
         CALLS.append(None)
@@ -211,9 +213,15 @@ def warms_up(outputs, batch):
 @pytest.mark.parametrize(
     ("loss", "kept"),
     [
-        (WarmsUp(), "step"),
-        (lambda outputs, batch: CRITERION(outputs, batch), "step"),
-        (partial(lambda criterion, *given: criterion(*given), WarmsUp()), "step"),
+        pytest.param(WarmsUp(), "step", marks=pytest.mark.long),
+        pytest.param(
+            lambda outputs, batch: CRITERION(outputs, batch), "step", marks=pytest.mark.long
+        ),
+        pytest.param(
+            partial(lambda criterion, *given: criterion(*given), WarmsUp()),
+            "step",
+            marks=pytest.mark.long,
+        ),
         (warms_up, f"{__name__}.STEP"),
     ],
 )
@@ -280,7 +288,9 @@ class Dropping(Net):
         return nn.functional.dropout(self.middle(hidden), 0.5, self.training)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long), "bf16-autocast"]
+)
 def test_dropout_and_any_precision_agree(precision):
     said = []
     planned(built(Dropping), said=said, precision=precision)
@@ -511,7 +521,7 @@ class WarmByAnObject(Net):
         return self.middle(hidden) * (2 if self.schedule.over() else 1)
 
 
-@pytest.mark.parametrize("kind", [Warm, WarmByAnObject])
+@pytest.mark.parametrize("kind", chosen([Warm, WarmByAnObject], now=(Warm,)))
 def test_a_warm_up_that_is_counted_in_python_is_refused(kind):
     """Bug: two calls do the same, and a run was trained on for good as if it were warming up."""
     said = refusal(built(kind))

@@ -42,6 +42,7 @@ def test_bytes_are_looked_into_where_they_matter(monkeypatch: pytest.MonkeyPatch
     assert plan.planner.step_seconds <= plan.planner.bound_seconds * (1 + TOLERANCE)
 
 
+@pytest.mark.long
 def test_bytes_of_other_micro_batches_are_for_a_refusal_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -30,11 +30,13 @@ def test_on_gpus_stages_are_compiled():
     assert not plan(compile=False).compiled
 
 
+@pytest.mark.long
 def test_processes_of_this_machine_compile_where_asked():
     assert not plan(processes(2), pp=2).compiled
     assert plan(processes(2), pp=2, compile=True).compiled
 
 
+@pytest.mark.long
 def test_zero_3_is_compiled_as_others_are():
     made = plan(zero=3, dp=2)
     assert (made.compiled, made.zero) == (True, 3)
@@ -117,6 +119,7 @@ def test_an_activation_in_place_keeps_a_copy_that_no_forward_reads():
     assert compiled(build).compiled
 
 
+@pytest.mark.long  # asked for, it is refused
 def test_an_lstm_is_not_compiled():
     assert not plan(name="lstm", precision="fp32").compiled
 
@@ -144,6 +147,7 @@ def test_asked_for_where_a_part_runs_as_it_is():
     assert "test_engines.py:" in said
 
 
+@pytest.mark.long
 def test_compiled_stages_keep_less():
     compiled, eager = (plan(pp=2, compile=way) for way in (True, False))
     for mine, its in zip(compiled.stages, eager.stages, strict=True):

@@ -17,7 +17,6 @@ from autopipe.planners.driver.choose import Chosen, Searched
 from autopipe.planners.driver.request import Job
 from autopipe.report import facts
 from tests.support.inprocess import machine
-from tests.support.zoo import ZOO
 
 pytestmark = pytest.mark.usefixtures("traces_remembered")
 
@@ -46,6 +45,7 @@ def planned(**options: Any) -> Plan:
     return autopipe.plan(Words, inputs, batch_size=4, **{"cluster": machine(1), **options})
 
 
+@pytest.mark.long
 def test_a_loss_stays_whole_where_memory_does_not_matter() -> None:
     assert planned().loss_parts == 0
 
@@ -81,8 +81,14 @@ def test_what_is_no_number_of_parts_and_a_loss_without_logits_are_refused() -> N
     with pytest.raises(AutopipeError, match="loss_parts is 'many'"):
         planned(loss_parts="many")
     with pytest.raises(AutopipeError, match="no cross-entropy of a product"):
-        case = ZOO["unet"]
-        autopipe.plan(case.model, case.inputs, loss=case.loss, cluster=machine(1), loss_parts=2)
+        autopipe.plan(
+            lambda: nn.Linear(8, 8),
+            lambda rows: {"input": torch.ones(rows, 8)},
+            loss=lambda outputs, batch: outputs.square().mean(),
+            cluster=machine(1),
+            batch_size=4,
+            loss_parts=2,
+        )
 
 
 @cache

@@ -28,6 +28,17 @@ from tests.support.inprocess import machine
 pytestmark = pytest.mark.usefixtures("traces_remembered")
 
 
+def rows_of_12(rows: int) -> dict[str, torch.Tensor]:
+    return {"input": torch.ones(rows, 12)}
+
+
+SMALL: dict[str, Any] = {
+    "model": lambda: nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 8)),
+    "inputs": rows_of_12,
+    "loss": lambda outputs, batch: outputs.square().mean(),
+}
+
+
 def test_the_same_problem_is_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +66,7 @@ def test_a_pair_is_as_slow_as_the_device_that_is_slower_in_this_precision() -> N
     assert step(quick, quick) < step(slow, quick) / 2
 
 
+@pytest.mark.long
 def test_the_weights_are_never_touched() -> None:
     """A model that is given keeps them; a constructor's are gone as soon as they are made."""
     model = CASE.model()
@@ -113,7 +125,7 @@ def test_a_stage_may_have_no_node() -> None:
     assert plan.stages[0].predicted.memory.peak == 0
 
 
-@pytest.mark.parametrize("memory", [30_000, "30 KB"])
+@pytest.mark.parametrize("memory", [pytest.param(30_000, marks=pytest.mark.long), "30 KB"])
 def test_too_little_memory(memory: int | str) -> None:
     """The nearest plan, its stage, the bytes it needs and lacks, and what would help."""
     with pytest.raises(InfeasibleError) as refused:
@@ -160,28 +172,30 @@ def test_who_adds_the_shortfall_gets_a_plan(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_memory_in_words() -> None:
-    assert planned(pp=2, memory="24GiB") == planned(pp=2)
-    assert planned(pp=2, memory="900MiB").planner.limits == (900 * 2**20,)
-    assert planned(pp=2, memory="943718400 bytes").planner.limits == (900 * 2**20,)
+    small = {**SMALL, "pp": 2}
+    assert planned(**small, memory="24GiB") == planned(**small)
+    assert planned(**small, memory="900MiB").planner.limits == (900 * 2**20,)
+    assert planned(**small, memory="943718400 bytes").planner.limits == (900 * 2**20,)
     with pytest.raises(AutopipeError, match=r"memory '3 Mbytes' is no size\nhint: 24GiB, "):
-        planned(memory="3 Mbytes")
+        planned(**small, memory="3 Mbytes")
     with pytest.raises(AutopipeError, match=r"memory 'plenty' is no size\nhint: 24GiB, "):
-        planned(memory="plenty")
+        planned(**small, memory="plenty")
 
 
 def test_a_batch_of_the_examples_size() -> None:
     """An example batch says how many rows there are; a function does not: 8 a device."""
-    assert planned(inputs=CASE.inputs(6), batch_size=None, pp=2).batch.rows == 6
-    assert planned(inputs=CASE.inputs(6), batch_size=4, pp=2).batch.rows == 4
-    assert planned(batch_size=None, pp=2).batch.rows == 2 * 8
+    small = {**SMALL, "pp": 2}
+    assert planned(**{**small, "inputs": rows_of_12(6)}, batch_size=None).batch.rows == 6
+    assert planned(**{**small, "inputs": rows_of_12(6)}, batch_size=4).batch.rows == 4
+    assert planned(**small, batch_size=None).batch.rows == 2 * 8
 
 
 def test_an_example_of_one_row() -> None:
     """Export takes a dim of 1 for a constant: it is traced with two rows, planned for one."""
-    plan = planned(inputs=CASE.inputs(1), batch_size=None)
+    plan = planned(**{**SMALL, "inputs": rows_of_12(1)}, batch_size=None)
     assert plan.batch.rows == 1
     assert plan.inputs[0].shape == ("b", 12)
-    assert plan.fingerprint == planned().fingerprint
+    assert plan.fingerprint == planned(**SMALL).fingerprint
 
 
 GPT_KERNELS = (
@@ -274,13 +288,9 @@ def test_inputs_that_do_not_fit() -> None:
         planned(model=dict)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "sizes, site, memory",
-    [
-        pytest.param((3, 2), False, None, marks=pytest.mark.long),
-        ((2, 1), True, None),
-        pytest.param((4,), False, "600KB", marks=pytest.mark.long),
-    ],
+    "sizes, site, memory", [((3, 2), False, None), ((2, 1), True, None), ((4,), False, "600KB")]
 )
 def test_nothing_that_can_be_asked_for_is_faster_than_the_planners_own_choice(
     sizes: tuple[int, ...], site: bool, memory: str | None

@@ -145,11 +145,12 @@ def test_a_block_that_offloads_runs_nothing_again() -> None:
             PlanError,
             "offload=off was asked for, and offload=all too, which contradict each other",
         ),
-        (
+        pytest.param(
             {"offload": ["1", "auto"]},
             gpus(1e9),
             PlanError,
             "offload=auto was asked for, and offload=1 too, which contradict each other",
+            marks=pytest.mark.long,
         ),
         ({"offload": "all"}, gpus(0.0), AutopipeError, "two does not say how fast its made up"),
         (

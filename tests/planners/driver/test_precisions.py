@@ -75,7 +75,10 @@ class Spectrum(nn.Module):
         return self.second(torch.fft.rfft(self.first(x)).abs()).square().mean()
 
 
-@pytest.mark.parametrize(("model", "goes"), [(Zeros, "bf16-autocast"), (Spectrum, "fp32")])
+@pytest.mark.parametrize(
+    ("model", "goes"),
+    [pytest.param(Zeros, "bf16-autocast", marks=pytest.mark.long), (Spectrum, "fp32")],
+)
 def test_a_model_that_does_not_go_in_bf16_is_planned_for_gpus(
     model: type[nn.Module], goes: str
 ) -> None:

@@ -161,6 +161,7 @@ def test_tensor_parallel_ranks_are_as_far_from_each_other_as_their_own_node_says
     assert near[1].predicted.forward_seconds + 1e-3 < far[1].predicted.forward_seconds
 
 
+@pytest.mark.long
 def test_tensor_parallel_ranks_at_two_sites_send_over_what_joins_the_sites() -> None:
     shape: dict[str, Any] = {"tp": 2, "pp": 1, "dp": 1, "micro_batches": 1}
     near, far = (

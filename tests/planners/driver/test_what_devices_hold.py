@@ -204,6 +204,7 @@ def test_without_replicas_zero_3_holds_what_zero_0_does() -> None:
     assert min(parts(dealt, "passing")) > 0
 
 
+@pytest.mark.long
 def test_under_zero_3_copies_come_and_go_with_what_they_are_of() -> None:
     """A gathered parameter is let go of, and so is its copy in bf16, which no micro-batch keeps."""
     shape: dict[str, Any] = {"cluster": machine(4), "pp": 2, "dp": 2, "micro_batches": 4}

@@ -94,7 +94,7 @@ def seen(graph: Graph, rows: int, precision: str, tp: int) -> dict[str, float]:
     ("name", "precision"),
     [
         ("gpt", "fp32"),
-        ("mask", "bf16"),
+        pytest.param("mask", "bf16", marks=pytest.mark.long),
         pytest.param("llama", "fp32", marks=pytest.mark.long),
         pytest.param("llama", "bf16", marks=pytest.mark.long),
         pytest.param("t5", "fp32", marks=pytest.mark.long),

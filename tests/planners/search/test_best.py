@@ -17,7 +17,7 @@ from autopipe.planners.search.configs import configs
 from autopipe.planners.search.dynamic import choose
 from autopipe.planners.search.registry import PLANNERS
 from autopipe.planners.search.relax import Relaxations
-from tests.support.long import sampled
+from tests.support.long import chosen, sampled
 from tests.support.problems import line, random_problem, rich_problem
 
 MAKERS = {"plain": random_problem, "rich": rich_problem}
@@ -44,7 +44,7 @@ def answers(make: Callable[[int], Problem], count: int) -> list[tuple[Problem, A
     return found
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("make", chosen(MAKERS.values(), now=(MAKERS["rich"],)), ids=MAKERS)
 def test_nothing_is_faster_than_a_frames_bound(make: Callable[[int], Problem]) -> None:
     """Else a config would not be tried that has the best plan.
 
@@ -57,14 +57,14 @@ def test_nothing_is_faster_than_a_frames_bound(make: Callable[[int], Problem]) -
             assert bound(problem, config) <= found.step_seconds * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("make", chosen(MAKERS.values(), now=(MAKERS["plain"],)), ids=MAKERS)
 def test_what_an_exact_planner_finds_is_its_own_bound(make: Callable[[int], Problem]) -> None:
     """All was searched, or has a bound above it: the gap is 0."""
     for _, found in answers(make, 60):
         assert found.bound_seconds == found.estimate.step_seconds
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.long
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_the_next_best_is_the_best_of_all_other_meshes(make: Callable[[int], Problem]) -> None:
     """Every other mesh is asked for by itself, of the oracle."""
@@ -87,7 +87,7 @@ def test_the_next_best_is_the_best_of_all_other_meshes(make: Callable[[int], Pro
         assert told.step_seconds >= found.estimate.step_seconds * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("make", chosen(MAKERS.values(), now=(MAKERS["plain"],)), ids=MAKERS)
 def test_alternatives_are_one_a_mesh_and_the_best_first(make: Callable[[int], Problem]) -> None:
     """Those that fit by their steps; then those of which a bound was enough, then misfits."""
     for problem, found in answers(make, 60):
@@ -152,7 +152,7 @@ def test_the_answer_says_what_binds_and_what_else_there_was() -> None:
     }
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.long
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_rivals_that_are_no_faster_change_nothing(make: Callable[[int], Problem]) -> None:
     """What is as good as the best two known is found; what is told of the others still holds."""
@@ -163,7 +163,7 @@ def test_rivals_that_are_no_faster_change_nothing(make: Callable[[int], Problem]
         assert told.binding == found.binding
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("make", chosen(MAKERS.values(), now=(MAKERS["plain"],)), ids=MAKERS)
 def test_what_rivals_leave_out_is_slower_than_they_are(make: Callable[[int], Problem]) -> None:
     """Of a problem whose best is slower it is its best, or no better; or a bound above both."""
     outdone = 0
@@ -233,7 +233,7 @@ def test_the_most_that_a_device_may_hold_is_held_to_the_byte() -> None:
         assert other.estimate.step_seconds >= found.estimate.step_seconds * (1 - 1e-9)
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.long
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_one_mesh_alone_is_what_asking_for_it_gives(planner: str) -> None:
     for seed in sampled(range(10), of=3):

@@ -13,7 +13,7 @@ from tests.support.problems import random_problem, rich_problem
 @pytest.mark.parametrize("make", [random_problem, rich_problem])
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(seed, marks=() if seed % 3 == 0 else pytest.mark.long) for seed in range(30)],
+    [pytest.param(seed, marks=() if seed % 6 == 0 else pytest.mark.long) for seed in range(30)],
 )
 def test_the_search_alone_finds_what_the_planner_does(
     make: Callable[[int], Problem], seed: int

@@ -35,7 +35,7 @@ from autopipe.planners.search.registry import PLANNERS
 from autopipe.planners.search.relax import Relaxations
 from autopipe.planners.search.uniform import even_cuts
 from autopipe.schedules.registry import SCHEDULES
-from tests.support.long import sampled, share
+from tests.support.long import chosen, sampled, share
 from tests.support.problems import (
     line,
     machine,
@@ -144,14 +144,14 @@ def test_dynamic_is_exhaustive(make: str, first: int) -> None:
 @pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("transfers", [None, *TRANSFERS])
 def test_where_tensors_may_go_in_parts(transfers: str | None) -> None:
-    """To each stage by the faster way, or by that which is asked for. 40 problems, 2 by default."""
-    for seed in sampled(range(40), of=20):
+    """To each stage by the faster way, or by that which is asked for. 40 problems, 1 by default."""
+    for seed in sampled(range(40), of=40):
         asked = replace(parted_problem(seed), constraints=Constraints(transfers=transfers))
         found = found_by("dynamic", asked)
         same(found, found_by("exhaustive", asked))
 
 
-@pytest.mark.parametrize("make", ["plain", "rich"])
+@pytest.mark.parametrize("make", chosen(["plain", "rich"], now=("plain",)))
 def test_where_sums_of_gradients_are_long(make: str) -> None:
     """Devices ten times as fast on the same links: sums of later stages are not hidden any more, in
     one config of ten, and the step has three parts. 40 problems, 2 by default."""
@@ -194,7 +194,10 @@ def test_where_blocks_may_offload_what_they_keep(seed: int) -> None:
 
 @pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("zeros", [(1,), (2,), (3,)])
-@pytest.mark.parametrize("again", [None, 0, 1, 2])
+@pytest.mark.parametrize(
+    "again",
+    chosen([None, 0, 1, 2], now=(0, 1, 2)),
+)
 def test_where_zero_and_what_runs_again_are_asked_for(
     zeros: tuple[int, ...], again: int | None
 ) -> None:
@@ -207,6 +210,7 @@ def test_where_zero_and_what_runs_again_are_asked_for(
         same(found_by("dynamic", asked), found_by("exhaustive", asked))
 
 
+@pytest.mark.long
 def test_the_problems_are_of_all_kinds() -> None:
     """What the oracle was asked: enough of everything that makes planning hard.
 
@@ -251,7 +255,10 @@ def decisions_of(problem: Problem, config: Config) -> Iterator[Decision]:
                 yield Decision(config, cuts, again, order)
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    "make",
+    chosen(MAKERS, now=("plain", "rich")),
+)
 def test_exhaustive_is_the_best_of_all_that_the_estimate_scores(make: str) -> None:
     """On problems so small that every decision is scored, without a table and without a sum.
 
