@@ -107,7 +107,7 @@ class Numbered(Net):
         return self.middle(hidden)
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.long
 def test_what_is_drawn_and_not_computed_with_is_no_obstacle(size):
     model = built(Numbered)
     planned(model)

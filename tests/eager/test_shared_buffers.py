@@ -150,7 +150,7 @@ class AnchoredForLater(Anchored):
         return self.middle(hidden)
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.long
 def test_one_that_forward_does_not_read_is_no_obstacle(size):
     planned(built(AnchoredForLater))
 

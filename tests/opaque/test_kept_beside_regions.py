@@ -89,6 +89,7 @@ def test_what_depends_on_the_first_rows_or_on_chance_is_refused(kind, name):
     assert f"keeps {name} from one call to the next" in refusal(kind)
 
 
+@pytest.mark.long
 def test_planning_leaves_a_teacher_where_it_was():
     model = built(Follows)
     before = copy.deepcopy(model.state_dict())

@@ -30,6 +30,7 @@ class Unused(Net):
         return self.middle(hidden) if random.random() < 2 else hidden
 
 
+@pytest.mark.long
 def test_a_random_number_that_changes_nothing_is_no_obstacle():
     before = random.getstate()
     assert unlike(built(Unused)) == []

@@ -89,6 +89,7 @@ def test_checkpointed_blocks_are_asked_for(run, numbers):
     ]
 
 
+@pytest.mark.long
 def test_two_blocks_in_one_checkpoint_are_both_recomputed():
     class Pairs(Net):
         def forward(self, x):

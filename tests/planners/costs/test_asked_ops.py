@@ -132,6 +132,7 @@ def test_what_tensor_parallel_ranks_gather() -> None:
     assert not any(stage.recompute for stage in plan(GATHERS, compile=False).stages)
 
 
+@pytest.mark.long
 def test_words_and_blocks_go_together() -> None:
     made = plan(["layers.1", "attention"], compile=False)
     again = [name for stage in made.stages for name in stage.recompute]

@@ -159,6 +159,7 @@ def test_what_runs_again_takes_its_forwards_seconds_once_more():
     assert len(more) == last - first and all(seconds > 0 for seconds in more)
 
 
+@pytest.mark.long
 def test_where_nobody_says_which_blocks_run_again_all_that_can_may():
     """Those that draw random numbers may: they draw the same. The planner's choice is free. Where
     somebody does say, the others are what a refusal can speak of."""

@@ -111,7 +111,8 @@ def test_what_is_kept_in_an_attribute_is_refused_by_its_name(kind):
     assert f"it keeps {KEPT[kind]}\nhint: keep it in a buffer" in said
 
 
-@pytest.mark.parametrize("kind", chosen(KEPT, now=(Counter,)), ids=lambda kind: kind.__name__)
+@pytest.mark.long  # test_holders.py tells it of other kinds
+@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.__name__)
 def test_so_it_is_where_the_model_is_too_large_to_be_run(kind, monkeypatch):
     monkeypatch.setattr(against_eager, "MOST_BYTES", 0)
     assert f"the model keeps {KEPT[kind]} from one call to the next" in refusal(built(kind))

@@ -21,6 +21,7 @@ from tests.support.zoo import ZOO
 pytestmark = pytest.mark.usefixtures("traces_remembered")
 
 
+@pytest.mark.long
 def test_bytes_are_looked_into_where_they_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """On links of 0.1 ms a rank of tp=2 or tp=4 waits longer than a whole step takes at tp=1. Their
     seconds say so; what they keep for backward nobody has asked."""

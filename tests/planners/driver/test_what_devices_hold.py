@@ -106,6 +106,7 @@ def test_gradients_of_16_bits_are_half_as_large() -> None:
     assert steps[0] - steps[1] > 0.9 * sent / 1e9
 
 
+@pytest.mark.long
 def test_an_optimizer_of_16_bits_has_no_masters() -> None:
     usual, low = (
         planned(pp=2, micro_batches=2, precision="bf16", optimizer_dtype=dtype)
