@@ -542,7 +542,6 @@ def test_it_is_not_run_again_in_another_stage_nor_in_backward():
     assert not analyse(traced.graph).local[position]
 
 
-@pytest.mark.long
 def test_a_loss_over_the_whole_batch_runs_it_twice():
     """Bug: the graph of the first pass had no regions, and planning ended in a KeyError."""
 

@@ -182,7 +182,6 @@ def test_the_plan_counts_and_shows_them_as_recomputed_blocks():
     assert all(less < more for less, more in zip(*activations, strict=True))
 
 
-@pytest.mark.long
 def test_transformers_own_switch_is_one():
     case = ZOO["gpt2"]
     model = case.model()
