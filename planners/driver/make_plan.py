@@ -225,7 +225,7 @@ def _planned(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Stopwat
         raise AutopipeError(
             "fuse_attention was asked for, and the model writes out no attention that amounts to "
             "one op",
-            hint="leave it out; docs/guide.md says which stay as they are written",
+            hint="leave it out; docs/features.md says which stay as they are written",
         )
     needed = need(traced.graph, request.precision)
     if request.may_fuse:
