@@ -25,6 +25,7 @@ from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse, is_random
 from autopipe.ir.graph import (
     READ_OP,
+    REGION_OP,
     Graph,
     Node,
     Ref,
@@ -46,8 +47,8 @@ MOST_FLOPS = 1e10
 MOST_BYTES = 2**28
 """Limit on the bytes of parameters and buffers, and on those of all that a run makes."""
 
-CLOSE = 1e-6
-"""Tolerance, as a share of the largest entry: float64 sums in another order differ by less."""
+CLOSE = 1e-4
+"""Tolerance, as a share of the largest entry: a call that runs as it is gives 32 bits."""
 
 
 def remark(traced: Trace, example: Callable[[int], Any]) -> str | None:
@@ -60,10 +61,14 @@ def remark(traced: Trace, example: Callable[[int], Any]) -> str | None:
     if found is None:
         return None
     return (
-        f"{found.place}: {found.short}() makes a row depend on the other rows of its micro-batch: "
+        f"{found.place}: {_name(found)} makes a row depend on the other rows of its micro-batch: "
         "each micro-batch is computed by itself, as where one process accumulates gradients; "
         "--micro-batches 1 --dp 1 leaves the batch whole"
     )
+
+
+def _name(node: Node) -> str:
+    return str(node.args[-1]) if node.op == REGION_OP else f"{node.short}()"
 
 
 def _batch_norm(graph: Graph) -> Node | None:
@@ -95,7 +100,7 @@ def _mixing(traced: Trace, example: Callable[[int], Any]) -> Node | None:
         except Exception:  # whatever the ops raise on numbers that the model never has
             continue
         if all(_finite(flow.graph.nodes[p], runs[0]) for p in ends):
-            apart = {p for p in ends if _apart(flow.graph.nodes[p], runs)}
+            apart = {p for p in ends if _apart(flow.graph.nodes[p], runs, end=True)}
             behind = (flow.graph.nodes[p] for p in sorted(flow.with_all_before(apart)))
             return next((node for node in behind if _apart(node, runs)), None)
     return None
@@ -133,13 +138,27 @@ def _finite(node: Node, ran: Ran) -> bool:
     return all(bool(t.isfinite().all()) for t in made if isinstance(t, Tensor))
 
 
-def _apart(node: Node, runs: tuple[Ran, Ran, Ran]) -> bool:
-    """Whether a result of a node has other rows in the halves than in the whole."""
-    return any(
-        spec is not None and _differ(spec, *(ran.values[Ref(node.name, n)] for ran in runs))
-        for n, spec in enumerate(node.outputs)
-        if Ref(node.name, n) in runs[0].values
-    )
+def _apart(node: Node, runs: tuple[Ran, Ran, Ran], end: bool = False) -> bool:
+    """Whether a result of a node has other rows in the halves than in the whole.
+
+    Args:
+        end: it enters the loss, to which a mean or a sum over the rows of halves adds up.
+    """
+    for number, spec in enumerate(node.outputs):
+        ref = Ref(node.name, number)
+        if spec is None or ref not in runs[0].values:
+            continue
+        whole, *halves = (ran.values[ref] for ran in runs)
+        if _differ(spec, whole, *halves) and not (end and _adds_up(whole, *halves)):
+            return True
+    return False
+
+
+def _adds_up(whole: Tensor, one: Tensor, other: Tensor) -> bool:
+    """Whether a value without rows is the sum of the halves', or their mean."""
+    if not whole.shape == one.shape == other.shape:
+        return False
+    return not (_off(whole, one + other) and _off(whole, (one + other) / 2))
 
 
 def _differ(spec: TensorSpec, whole: Tensor, *halves: Tensor) -> bool:

@@ -147,9 +147,12 @@ class RowRuns:
             if node.op == REGION_OP:
                 args[-1] = self.graph.regions[str(args[-1])].key
             made = resolve(node.op)(*args, **{key: value(a) for key, a in node.kwargs.items()})
-            known.update(zip(refs, made if node.packed else (made,), strict=True))
-        results = self.graph.outputs if outputs else ()
-        return Ran(known, tuple(float(value(output)) for output in results))
+            results = made if node.packed else (made,)
+            if node.op == REGION_OP:
+                results = map(_own, results)  # it computes in the dtypes that it has recorded
+            known.update(zip(refs, results, strict=True))
+        ends = self.graph.outputs if outputs else ()
+        return Ran(known, tuple(float(value(output)) for output in ends))
 
 
 def _drawn(

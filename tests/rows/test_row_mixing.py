@@ -64,6 +64,13 @@ def experts(h):
     return made.view_as(h)
 
 
+class Positive(nn.Module):
+    """Less the mean of the rows that are positive: how many there are depends on values."""
+
+    def forward(self, h):
+        return h - h[h.sum((1, 2)) > 0].sum(0)
+
+
 MIX = {
     "less the mean": (lambda h: h - h.mean(0), "mean()"),
     "less the largest": (lambda h: h - h.amax(0, keepdim=True), "amax()"),
@@ -79,7 +86,8 @@ MIX = {
     ),
     "experts with room for two": (first_come, "cumsum()"),
     "batch norm": (lambda h: F.batch_norm(h, None, None, training=True), "batch_norm()"),
-    "a graph's norm": (lambda h: F.dropout(h - h.mean(0), 0.5), "mean()"),
+    "a call that runs as it is": (Positive(), "mix"),
+    "less the mean, with dropout": (lambda h: F.dropout(h - h.mean(0), 0.5), "mean()"),
 }
 
 
@@ -117,6 +125,23 @@ def test_what_reaches_no_loss_is_not_named():
         return h
 
     assert said(logged) is None
+
+
+def test_a_loss_may_be_a_mean_over_rows_that_a_parameter_weighs():
+    """A term of the model's own: halves have two means, and their mean is that of the whole."""
+
+    class Balanced(Between):
+        def __init__(self):
+            super().__init__(nn.Tanh())
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return super().forward(x), self.weight * self.up(x).square().mean()
+
+    def both(outputs, batch):
+        return loss(outputs[0], batch) + outputs[1]
+
+    assert row_mixing.remark(trace_model(Balanced(), inputs, both), inputs) is None
 
 
 def test_a_loss_may_leave_labels_out():
