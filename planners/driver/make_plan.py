@@ -267,7 +267,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
         whole, fingerprinted, mixing = None, trace.graph, None
         if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
             loss_grouping.check(trace, more, request.loss, request.loss_over, say)
-            mixing = None if request.loss_over == BATCH else row_mixing.remark(trace, more)
+            mixing = row_mixing.remark(trace, more)
         if request.loss_over == BATCH:
             whole = apart(trace.graph)
             against_whole.check(request, skeleton, trace, whole, more, say)

@@ -30,6 +30,13 @@ class Beside(Net):
         return x + x.roll(1, 0)
 
 
+class Dropped(Beside):
+    """The losses of two draws cannot be compared."""
+
+    def between(self, x):
+        return nn.functional.dropout(super().between(x), 0.1)
+
+
 class Normed(Net):
     def __init__(self):
         super().__init__()
@@ -55,7 +62,7 @@ def planned(model):
         micro_batches=4,
         say=said.append,
     )
-    return plan, [line for line in said if line.startswith("loss:")]
+    return plan, [line for line in said if line.startswith("loss:") or "makes a row" in line]
 
 
 def test_rows_by_themselves_are_planned_in_two_passes():
@@ -72,6 +79,13 @@ def test_rows_that_see_each_other_are_refused():
         planned(Beside)
 
 
+def test_beside_random_numbers_they_are_named():
+    compared, named = planned(Dropped)[1]
+    assert "each micro-batch draws its own random numbers" in compared
+    assert "roll() makes a row depend on the other rows of its micro-batch" in named
+
+
 def test_batch_norm_keeps_the_statistics_of_a_micro_batch_and_is_told():
-    (line,) = planned(Normed)[1]
-    assert "a batch norm has the statistics of a micro-batch" in line
+    compared, named = planned(Normed)[1]
+    assert "a batch norm has the statistics of a micro-batch" in compared
+    assert "batch_norm() makes a row depend on the other rows of its micro-batch" in named
