@@ -37,7 +37,7 @@ def out_of_place(graph: Graph) -> Graph:
     flow = analyse(graph)
     last = _last_reads(flow)
     carrying = gradient_values(graph)
-    nodes = tuple(_made_new(flow, node, last, carrying) for node in graph.nodes)
+    nodes = tuple(_out_of_place(flow, node, last, carrying) for node in graph.nodes)
     return check.after("functionalize", replace(graph, nodes=nodes))
 
 
@@ -127,7 +127,7 @@ def _last_reads(flow: Dataflow) -> dict[Value, dict[int, int]]:
     return found
 
 
-def _made_new(
+def _out_of_place(
     flow: Dataflow,
     node: Node,
     last: dict[Value, dict[int, int]],
@@ -137,21 +137,21 @@ def _made_new(
     twin = _TWINS.get(node.op, node.op.replace("_.", ".", 1))
     if twin == node.op or writes(resolve(node.op)) != (0,) or not node.outputs:
         return node
-    written, made = node.args[0], node.outputs[0]
-    if not isinstance(written, Ref) or not isinstance(flow.root[written], Ref) or made is None:
+    written, result = node.args[0], node.outputs[0]
+    if not isinstance(written, Ref) or not isinstance(flow.root[written], Ref) or result is None:
         return node
     at = flow.graph.index[node.name]
-    old = any(begin < at < end for begin, end in last[flow.root[written]].items())
+    old_value_read = any(begin < at < end for begin, end in last[flow.root[written]].items())
     # Written without autograd, a tensor keeps its history; a new one would have none.
     cut = not node.grad and written in carrying
     # In place the result has the written tensor's dtype, out of place the widest of all.
     dtypes = {flow.graph.spec(value).dtype for value in node.values()}
-    same = dtypes == {made.dtype} or node.op.startswith("aten.masked_fill_.")
+    same_dtype = dtypes == {result.dtype} or node.op.startswith("aten.masked_fill_.")
     cast = node.autocast is not None and node.autocast.enabled
-    if old or cut or cast or not same or is_random(node):
+    if old_value_read or cut or cast or not same_dtype or is_random(node):
         return node
-    new = replace(node, op=twin)
-    return new if _exists(twin) and is_pointwise(new) else node
+    twin_node = replace(node, op=twin)
+    return twin_node if _exists(twin) and is_pointwise(twin_node) else node
 
 
 _TWINS = {

@@ -34,41 +34,41 @@ MOST = 8
 
 def demands(model: Model) -> dict[Value, tuple[Placement, ...]]:
     """For each value, the placements that its direct and indirect readers demand."""
-    found: dict[Value, dict[Placement, None]] = defaultdict(dict)
+    demanded: dict[Value, dict[Placement, None]] = defaultdict(dict)
     cuts = _cuts(model)
     for node in reversed(model.graph.nodes):
         op = Op(model, node, lambda value: ())
         if not op.inputs or not op.outputs:
             continue
         x = op.inputs[0]
-        wanted = list(found[op.outputs[0]])
+        of_result = list(demanded[op.outputs[0]])
         rule = RULES.get(op.name)
         if rule is split:
             dim = op.dim(of=x)
-            found[x][S(dim, pieces(op, dim))] = None
+            demanded[x][S(dim, pieces(op, dim))] = None
         elif rule is slice_:
             dim = op.dim(of=x)
             if len(cuts[x, dim]) > 2:
                 lengths = tuple(b - a for a, b in pairwise(sorted(cuts[x, dim])))
-                found[x][S(dim, lengths)] = None
+                demanded[x][S(dim, lengths)] = None
         elif rule is view:
-            for placement in wanted:
-                _add(model, found, op, placement)
+            for placement in of_result:
+                _add(model, demanded, op, placement)
             for dim in range(1, len(op.made)):
-                _add(model, found, op, S(dim), of_fused=True)
+                _add(model, demanded, op, S(dim), of_fused=True)
         elif rule is permute:
             order = permutation(op)
-            for placement in wanted:
-                found[x][S(order[placement.dim], placement.segments)] = None
+            for placement in of_result:
+                demanded[x][S(order[placement.dim], placement.segments)] = None
         elif op.name in ("linear", "addmm", "mm", "matmul", *GROUPED):
-            _of_weight(op, wanted, found)
+            _of_weight(op, of_result, demanded)
         elif is_pointwise(node):
-            for placement in wanted:
+            for placement in of_result:
                 for value in op.inputs:
                     aligned = op.aligned(value, placement.dim)
                     if aligned is not None:
-                        found[value][S(aligned, placement.segments)] = None
-    return {value: tuple(placements) for value, placements in found.items()}
+                        demanded[value][S(aligned, placement.segments)] = None
+    return {value: tuple(placements) for value, placements in demanded.items()}
 
 
 def _cuts(model: Model) -> dict[tuple[Value, int], set[int]]:
@@ -99,16 +99,18 @@ def _add(
             found[x][before] = None
 
 
-def _of_weight(op: Op, wanted: list[Placement], found: dict[Value, dict[Placement, None]]) -> None:
+def _of_weight(
+    op: Op, of_result: list[Placement], demanded: dict[Value, dict[Placement, None]]
+) -> None:
     """The last dim of a product is the weight's; a bias has that dim only."""
     if op.name in ("linear", "addmm"):
         names = ("weight", "bias") if op.name == "linear" else ("mat2", "self")
         w, bias = op[names[0]], op[names[1]]
     else:
         w, bias = operands(op)[1], None
-    for placement in wanted:
+    for placement in of_result:
         if placement.dim == len(op.made) - 1:
             outer = 0 if op.name == "linear" else len(op.shape(w)) - 1
-            found[w][S(outer, placement.segments)] = None
+            demanded[w][S(outer, placement.segments)] = None
             if bias is not None:
-                found[bias][S(0, placement.segments)] = None
+                demanded[bias][S(0, placement.segments)] = None

@@ -141,34 +141,34 @@ Choices = dict[Hashable, dict[Positional, None]]
 
 def choices_of(model: Model, variables: Variables, sequence: bool) -> Choices:
     """What each variable can be; a state takes no inputs."""
-    graph, found = model.graph, Choices()
-    asked = demands(model)
+    graph, choices = model.graph, Choices()
+    demanded = demands(model)
     shards: dict[Hashable, dict[Placement, None]] = defaultdict(dict)
     for name, state in graph.states.items():
         value = State(name)
-        lies: list[Placement] = [I, R] if state.trainable else [I]
+        placements: list[Placement] = [I, R] if state.trainable else [I]
         if state.kind == "parameter" and value not in model.fixed:
-            each = [S(dim) for dim in range(len(state.spec.shape))]
-            wanted = dict.fromkeys([*each, *asked.get(value, ())])
-            lies += [p for p in wanted if model.can_shard(value, p)]
+            by_dim = [S(dim) for dim in range(len(state.spec.shape))]
+            candidates = dict.fromkeys([*by_dim, *demanded.get(value, ())])
+            placements += [p for p in candidates if model.can_shard(value, p)]
         variable = variables.of(value)
-        found.setdefault(variable, {}).update(dict.fromkeys(((), lie) for lie in lies))
-        shards[variable] |= dict.fromkeys(lie for lie in lies if lie.sharded)
+        choices.setdefault(variable, {}).update(dict.fromkeys(((), p) for p in placements))
+        shards[variable] |= dict.fromkeys(p for p in placements if p.sharded)
     for path, spec in graph.inputs.items():
         leaf = Input(path)
-        found[leaf] = {((), I): None}
+        choices[leaf] = {((), I): None}
         if sequence and len(spec.shape) > 1 and model.can_shard(leaf, S(1)):
             shards[leaf] = {S(1): None}
     for node in graph.nodes:
         if node.name not in variables.enough:
             continue
         variable = variables.nodes[node.name]
-        own = found.setdefault(variable, {})
+        strategies_of = choices.setdefault(variable, {})
         for strategy in strategies(model, node, lambda value: shards[variables.of(value)]):
-            own[tuple(strategy.inputs.values()), strategy.output] = None
+            strategies_of[tuple(strategy.inputs.values()), strategy.output] = None
             if strategy.output.sharded:
                 shards[variable][strategy.output] = None
-    return found
+    return choices
 
 
 Conversions = dict[tuple[Placement, Placement], int]
@@ -249,8 +249,8 @@ def _by_placement(
     """A variable's strategies by the placement of one input, or of the output."""
     found: dict[Placement, list[int]] = defaultdict(list)
     for number, (inputs, output) in enumerate(choices[variable]):
-        lies = output if position is None else inputs[position]
-        found[model.normal(value, lies)].append(x[variable][number])
+        placement = output if position is None else inputs[position]
+        found[model.normal(value, placement)].append(x[variable][number])
     return found
 
 
@@ -291,7 +291,7 @@ def _conversion(
     """Seconds of a conversion of a value and of its gradient."""
     spec = model.graph.spec(value)
     size = bytes_at(spec, rows)
-    strided = any(is_strided(shape_at(spec, rows), lies) for lies in (source, target))
+    strided = any(is_strided(shape_at(spec, rows), placement) for placement in (source, target))
     sent = moves(source, target, value in model.carrying) or ()
     # Of conversions that send nothing, rather fewer.
     least = 1e-4 * size / axis.link.bandwidth

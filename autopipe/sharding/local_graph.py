@@ -84,7 +84,7 @@ def shard_graph(
     whole = replace(
         graph,
         states={
-            name: replace(state, spec=made.spec(state.spec, made.lies(State(name))))
+            name: replace(state, spec=made.spec(state.spec, made.placement_of(State(name))))
             for name, state in graph.states.items()
         },
         nodes=tuple(made.nodes),
@@ -150,20 +150,24 @@ def held_whole(
         length: as `shard_graph` has it.
     """
     made = _Local(Model(flow, sharding.ranks, length), sharding, 0)
-    lies: dict[str, object] = {node.name: made.output(node) for node in flow.graph.nodes}
-    lies |= {node.name: node.args[3] for node in local.nodes if node.op == CONVERT}
-    carrying, found = gradient_values(local), dict[Ref, Placement]()
+    placement_by_name: dict[str, object] = {
+        node.name: made.output(node) for node in flow.graph.nodes
+    }
+    placement_by_name |= {node.name: node.args[3] for node in local.nodes if node.op == CONVERT}
+    carrying, placements = gradient_values(local), dict[Ref, Placement]()
     for node in local.nodes:
-        for whole in (I, R):
-            if lies.get(node.name) == whole:
-                own = (Ref(node.name, n) for n, spec in enumerate(node.outputs) if spec is not None)
-                found |= {ref: whole if ref in carrying else I for ref in own}
-    return found
+        for placement in (I, R):
+            if placement_by_name.get(node.name) == placement:
+                refs = (
+                    Ref(node.name, n) for n, spec in enumerate(node.outputs) if spec is not None
+                )
+                placements |= {ref: placement if ref in carrying else I for ref in refs}
+    return placements
 
 
 def replicated(sharding: Sharding) -> frozenset[str]:
     """The replicated parameters with partial gradients, which must be summed over the ranks."""
-    return frozenset(name for name, lies in sharding.states.items() if lies == R)
+    return frozenset(name for name, placement in sharding.states.items() if placement == R)
 
 
 @dataclass
@@ -174,14 +178,14 @@ class _Local:
     sharding: Sharding
     rank: int
     nodes: list[Node] = field(default_factory=list)
-    _lies: dict[Value, Placement] = field(default_factory=dict)
+    _placements: dict[Value, Placement] = field(default_factory=dict)
     _converted: dict[tuple[str, Value, Placement], Value] = field(default_factory=dict)
     _wanted: dict[Value, dict[Placement, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for node in self.model.graph.nodes:
-            for value, lies in self.inputs(node).items():
-                self._wanted.setdefault(value, {})[self.model.normal(value, lies)] = None
+            for value, placement in self.inputs(node).items():
+                self._wanted.setdefault(value, {})[self.model.normal(value, placement)] = None
         for output in self.model.graph.outputs:
             if isinstance(output, Ref | Input | State):
                 self._wanted.setdefault(output, {})[I] = None
@@ -195,28 +199,28 @@ class _Local:
         return dict(zip(tensors, known[0], strict=True))
 
     def output(self, node: Node) -> Placement:
-        """How what it makes lies."""
+        """The placement of a node's results."""
         known = self.sharding.nodes.get(node.name)
         same = known is not None and len(known[0]) == len(self.model.tensors(node))
         return known[1] if known is not None and same else I
 
-    def lies(self, value: Value) -> Placement:
-        """How a value lies where it is made."""
+    def placement_of(self, value: Value) -> Placement:
+        """The placement of a value where it is made."""
         if isinstance(value, State):
             return self.model.normal(value, self.sharding.states.get(value.name, I))
-        return self._lies.get(value, I)
+        return self._placements.get(value, I)
 
-    def spec(self, spec: TensorSpec, lies: Placement) -> TensorSpec:
+    def spec(self, spec: TensorSpec, placement: Placement) -> TensorSpec:
         """What this rank has of a tensor."""
-        if not lies.sharded:
+        if not placement.sharded:
             return spec
         shape = list(spec.shape)
-        shape[lies.dim] = self.local(shape[lies.dim], lies)
+        shape[placement.dim] = self.local(shape[placement.dim], placement)
         return TensorSpec(tuple(shape), spec.dtype)
 
-    def local(self, size: Dim, lies: Placement) -> Dim:
+    def local(self, size: Dim, placement: Placement) -> Dim:
         """What this rank has of a dim."""
-        return local_size(size, lies.segments, self.sharding.ranks, self.rank)
+        return local_size(size, placement.segments, self.sharding.ranks, self.rank)
 
     def emit(self, node: Node) -> Ref:
         """Put a node at the end; its first result."""
@@ -225,52 +229,54 @@ class _Local:
 
     def add(self, node: Node) -> None:
         """Put a node's local form at the end, with the conversions that it is the first to need."""
-        wanted, output = self.inputs(node), self.output(node)
-        values = {v: self.get(v, self.model.normal(v, lies), node) for v, lies in wanted.items()}
+        placements, output = self.inputs(node), self.output(node)
+        values = {v: self.get(v, self.model.normal(v, p), node) for v, p in placements.items()}
         outputs = tuple(spec and self.spec(spec, output) for spec in node.outputs)
         local = replace(node.reading(values), outputs=outputs)
         if output.sharded and is_random(node):
             local = replace(local, stream=f"{node.name}#{TENSOR_PARALLEL}{self.rank}")
-        if any(lies.sharded for lies in (*wanted.values(), output)):
+        if any(p.sharded for p in (*placements.values(), output)):
             op = Op(self.model, node, lambda value: ())
             rewrite = LOCAL.get(op.name)
             if rewrite is not None:
                 local = rewrite(
-                    Rewriting(op, self.sharding.ranks, self.rank, self.emit, wanted, output, local)
+                    Rewriting(
+                        op, self.sharding.ranks, self.rank, self.emit, placements, output, local
+                    )
                 )
         self.emit(local)
         for number, spec in enumerate(node.outputs):
             if spec is None:
                 continue
             value = Ref(node.name, number)
-            self._lies[value] = self.model.normal(value, output)
+            self._placements[value] = self.model.normal(value, output)
             if output == P:
                 for target in self._wanted.get(value, ()):
                     self.get(value, target, node)
 
-    def get(self, value: Value, target: Placement, near: Node) -> Value:
+    def get(self, value: Value, target: Placement, reader: Node) -> Value:
         """A value as it is to lie, converted at the end if it has not been so far."""
-        source = self.lies(value)
+        source = self.placement_of(value)
         if source == target:
             return value
         # A parameter is converted where it is used: stages that share one each have it.
-        own = f"{near.name}/" if isinstance(value, State) else ""
-        found = self._converted.get((own, value, target))
-        if found is None:
-            whole = self.model.graph.spec(value)
-            size: Dim = whole.shape[source.dim] if source.sharded else 0
-            made = Node(
-                name=f"{own}{value}>{target}",
+        prefix = f"{reader.name}/" if isinstance(value, State) else ""
+        converted = self._converted.get((prefix, value, target))
+        if converted is None:
+            spec = self.model.graph.spec(value)
+            size: Dim = spec.shape[source.dim] if source.sharded else 0
+            conversion = Node(
+                name=f"{prefix}{value}>{target}",
                 op=CONVERT,
                 args=(value, TENSOR_PARALLEL, source, target, size),
                 kwargs={},
-                outputs=(self.spec(whole, target),),
+                outputs=(self.spec(spec, target),),
                 packed=False,
-                scopes=near.scopes,
-                place=near.place,
+                scopes=reader.scopes,
+                place=reader.place,
             )
-            found = self._converted[own, value, target] = self.emit(made)
-        return found
+            converted = self._converted[prefix, value, target] = self.emit(conversion)
+        return converted
 
     def result(self, output: Arg) -> Arg:
         """A result of the graph, replicated."""

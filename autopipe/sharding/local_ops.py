@@ -84,7 +84,7 @@ LOCAL: dict[str, Callable[[Rewriting], Node]] = {}
 _rewrite = entering(LOCAL)
 
 
-def _made(rewriting: Rewriting) -> tuple[Dim, ...]:
+def _result_shape(rewriting: Rewriting) -> tuple[Dim, ...]:
     spec = rewriting.node.outputs[0]
     assert spec is not None
     return spec.shape
@@ -92,7 +92,9 @@ def _made(rewriting: Rewriting) -> tuple[Dim, ...]:
 
 @_rewrite("view", "_unsafe_view", "expand", "reshape")
 def _sizes(rewriting: Rewriting) -> Node:
-    return replace(rewriting.node, args=(rewriting.node.args[0], _made(rewriting)), kwargs={})
+    return replace(
+        rewriting.node, args=(rewriting.node.args[0], _result_shape(rewriting)), kwargs={}
+    )
 
 
 @_rewrite("unflatten", "flatten")
@@ -111,18 +113,19 @@ def _split(rewriting: Rewriting) -> Node:
 @_rewrite("slice")
 def _slice(rewriting: Rewriting) -> Node:
     (x,) = rewriting.op.inputs
-    dim, lies = rewriting.op.dim(of=x), rewriting.inputs[x]
-    if lies.dim != dim:
+    dim, placement = rewriting.op.dim(of=x), rewriting.inputs[x]
+    if placement.dim != dim:
         return rewriting.node
-    number = segment_of(rewriting.op, x, dim, lies)
+    number = segment_of(rewriting.op, x, dim, placement)
     if number is None:  # all of it
-        return rewriting.with_arguments(start=0, end=_made(rewriting)[dim])
+        return rewriting.with_arguments(start=0, end=_result_shape(rewriting)[dim])
     size = rewriting.op.shape(x)[dim]
-    own = [
-        part(length, rewriting.ranks, rewriting.rank)[1] for length in lengths(size, lies.segments)
+    own_sizes = [
+        part(length, rewriting.ranks, rewriting.rank)[1]
+        for length in lengths(size, placement.segments)
     ]
-    begin = sum(own[:number])
-    return rewriting.with_arguments(start=begin, end=begin + own[number])
+    begin = sum(own_sizes[:number])
+    return rewriting.with_arguments(start=begin, end=begin + own_sizes[number])
 
 
 @_rewrite("conv1d", "conv2d", "conv3d")
@@ -161,26 +164,28 @@ def _embedding(rewriting: Rewriting) -> Node:
         return node
     begin, length = part(op.shape(w)[0], rewriting.ranks, rewriting.rank)
     weight, indices = node.args[:2]
-    asked = rewriting.op.model.graph.spec(ids)
-    shape, dtype = asked.shape, asked.dtype
-    made = node.outputs[0]
-    assert made is not None
-    own = rewriting.before("own", "sub.Scalar", indices, begin, shape=shape, dtype=dtype)
-    low = rewriting.before("low", "lt.Scalar", own, 0, shape=shape, dtype=torch.bool)
-    high = rewriting.before("high", "ge.Scalar", own, length, shape=shape, dtype=torch.bool)
-    other = rewriting.before(
-        "other", "logical_or.default", low, high, shape=shape, dtype=torch.bool
+    ids_spec = rewriting.op.model.graph.spec(ids)
+    shape, dtype = ids_spec.shape, ids_spec.dtype
+    result = node.outputs[0]
+    assert result is not None
+    shifted = rewriting.before("own", "sub.Scalar", indices, begin, shape=shape, dtype=dtype)
+    below = rewriting.before("low", "lt.Scalar", shifted, 0, shape=shape, dtype=torch.bool)
+    above = rewriting.before("high", "ge.Scalar", shifted, length, shape=shape, dtype=torch.bool)
+    elsewhere = rewriting.before(
+        "other", "logical_or.default", below, above, shape=shape, dtype=torch.bool
     )
-    rows = rewriting.before("rows", "masked_fill.Scalar", own, other, 0, shape=shape, dtype=dtype)
+    rows = rewriting.before(
+        "rows", "masked_fill.Scalar", shifted, elsewhere, 0, shape=shape, dtype=dtype
+    )
     padding = op["padding_idx"] - begin
     padding = padding if op["padding_idx"] >= 0 and 0 <= padding < length else -1
-    found = rewriting.before(
-        "found", "embedding.default", weight, rows, padding, shape=made.shape, dtype=made.dtype
+    looked_up = rewriting.before(
+        "found", "embedding.default", weight, rows, padding, shape=result.shape, dtype=result.dtype
     )
     mask = rewriting.before(
-        "mask", "unsqueeze.default", other, -1, shape=(*shape, 1), dtype=torch.bool
+        "mask", "unsqueeze.default", elsewhere, -1, shape=(*shape, 1), dtype=torch.bool
     )
-    return replace(node, op="aten.masked_fill.Scalar", args=(found, mask, 0.0), kwargs={})
+    return replace(node, op="aten.masked_fill.Scalar", args=(looked_up, mask, 0.0), kwargs={})
 
 
 @_rewrite("cross_entropy_loss")
@@ -194,57 +199,57 @@ def _cross_entropy(rewriting: Rewriting) -> Node:
     x, target = node.args[:2]
     begin, length = part(op.shape(op["self"])[1], rewriting.ranks, rewriting.rank)
     rows = rewriting.op.model.graph.spec(op["self"]).shape[0]
-    wide, whole, truth = torch.float32, (rows, length), torch.bool
-    made = node.outputs[0]
-    assert made is not None
-    if made.dtype == torch.float64:
+    wide, block, boolean = torch.float32, (rows, length), torch.bool
+    result = node.outputs[0]
+    assert result is not None
+    if result.dtype == torch.float64:
         wide = torch.float64
 
-    def before(word: str, name: str, *args: Arg, shape: Sequence[Dim] = (rows,),
+    def before(suffix: str, name: str, *args: Arg, shape: Sequence[Dim] = (rows,),
                dtype: torch.dtype = wide) -> Ref:  # fmt: skip
-        return rewriting.before(word, name, *args, shape=shape, dtype=dtype)
+        return rewriting.before(suffix, name, *args, shape=shape, dtype=dtype)
 
-    logits = before("wide", "to.dtype", x, wide, shape=whole)
-    detached = before("values", "detach.default", logits, shape=whole)
-    own_most = before("own most", "amax.default", detached, (1,), True, shape=(rows, 1))
-    most = rewriting.emit(
+    logits = before("wide", "to.dtype", x, wide, shape=block)
+    detached = before("values", "detach.default", logits, shape=block)
+    own_maximum = before("own most", "amax.default", detached, (1,), True, shape=(rows, 1))
+    maximum = rewriting.emit(
         replace(
             node,
             name=f"{node.name}/most",
             op="autopipe.largest.default",
-            args=(own_most, TENSOR_PARALLEL),
+            args=(own_maximum, TENSOR_PARALLEL),
             kwargs={},
             outputs=(TensorSpec((rows, 1), wide),),
             packed=False,
         )  # fmt: skip
     )
-    lower = before("lower", "sub.Tensor", logits, most, shape=whole)
-    powers = before("powers", "exp.default", lower, shape=whole)
+    lower = before("lower", "sub.Tensor", logits, maximum, shape=block)
+    powers = before("powers", "exp.default", lower, shape=block)
     own_sum = before("own sum", "sum.dim_IntList", powers, (1,))
     spec = TensorSpec((rows,), wide)
     total = rewriting.convert("sum", own_sum, spec)
     log = before("log", "log.default", total)
     ids = torch.int64
-    ignored = before("ignored", "eq.Scalar", target, op["ignore_index"], dtype=truth)
-    own = before("own", "sub.Scalar", target, begin, dtype=ids)
-    low = before("low", "lt.Scalar", own, 0, dtype=truth)
-    high = before("high", "ge.Scalar", own, length, dtype=truth)
-    outside = before("outside", "logical_or.default", low, high, dtype=truth)
-    other = before("other", "logical_or.default", outside, ignored, dtype=truth)
-    columns = before("columns", "masked_fill.Scalar", own, other, 0, dtype=ids)
+    ignored = before("ignored", "eq.Scalar", target, op["ignore_index"], dtype=boolean)
+    shifted = before("own", "sub.Scalar", target, begin, dtype=ids)
+    below = before("low", "lt.Scalar", shifted, 0, dtype=boolean)
+    above = before("high", "ge.Scalar", shifted, length, dtype=boolean)
+    outside = before("outside", "logical_or.default", below, above, dtype=boolean)
+    masked = before("other", "logical_or.default", outside, ignored, dtype=boolean)
+    columns = before("columns", "masked_fill.Scalar", shifted, masked, 0, dtype=ids)
     column = before("column", "unsqueeze.default", columns, 1, shape=(rows, 1), dtype=ids)
     picked = before("picked", "gather.default", lower, 1, column, shape=(rows, 1))
     flat = before("flat", "squeeze.dim", picked, 1)
-    own_truth = before("own truth", "masked_fill.Scalar", flat, other, 0.0)
-    truth_ = rewriting.convert("truth", own_truth, spec)
-    each = before("each", "sub.Tensor", log, truth_)
-    kept = before("kept", "masked_fill.Scalar", each, ignored, 0.0)
-    total_loss = before("total", "sum.default", kept, shape=())
+    own_target_logit = before("own truth", "masked_fill.Scalar", flat, masked, 0.0)
+    target_logit = rewriting.convert("truth", own_target_logit, spec)
+    each = before("each", "sub.Tensor", log, target_logit)
+    losses = before("kept", "masked_fill.Scalar", each, ignored, 0.0)
+    total_loss = before("total", "sum.default", losses, shape=())
     if op["reduction"] == 1:
-        count = before("counted", "logical_not.default", ignored, dtype=truth)
-        many = before("many", "sum.default", count, shape=(), dtype=ids)
-        total_loss = before("mean", "div.Tensor", total_loss, many, shape=())
-    return replace(node, op="aten.to.dtype", args=(total_loss, made.dtype), kwargs={})
+        count = before("counted", "logical_not.default", ignored, dtype=boolean)
+        targets = before("many", "sum.default", count, shape=(), dtype=ids)
+        total_loss = before("mean", "div.Tensor", total_loss, targets, shape=())
+    return replace(node, op="aten.to.dtype", args=(total_loss, result.dtype), kwargs={})
 
 
 @_rewrite("vocabulary_loss")

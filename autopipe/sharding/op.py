@@ -92,9 +92,9 @@ class Model:
             found = self._tensors[node.name] = tuple(filter(self.is_tensor, values))
         return found
 
-    def normal(self, value: Value, lies: Placement) -> Placement:
+    def normal(self, value: Value, placement: Placement) -> Placement:
         """The placement itself, but I in place of R for a value without a gradient."""
-        return I if lies == R and value not in self.carrying else lies
+        return I if placement == R and value not in self.carrying else placement
 
     def can_shard(self, value: Value, placement: Placement) -> bool:
         """Whether each rank gets a part; parts must be equal unless the dim is very long."""

@@ -44,17 +44,19 @@ def write_down(
     home = {node.name: b.path for b in blocks for node in graph.nodes[b.first : b.stop]}
     if sharding is not None:
         paths = {block.prefix: block.path for block in reversed(blocks)}
-        for name, lies in sharding.states.items():
+        for name, placement in sharding.states.items():
             prefix = next((p for p in paths if name.startswith(p)), None)
             if prefix is None:
-                outside.append(WrittenPlacement(name, str(lies)))
+                outside.append(WrittenPlacement(name, str(placement)))
             else:
-                inside[paths[prefix]].append(WrittenPlacement(name.removeprefix(prefix), str(lies)))
+                inside[paths[prefix]].append(
+                    WrittenPlacement(name.removeprefix(prefix), str(placement))
+                )
         for name, (inputs, output) in sharding.nodes.items():
             texts = tuple(map(str, inputs))
             if name in home:
-                own = name.removeprefix(home[name]).removeprefix(".")
-                inside[home[name]].append(WrittenPlacement(own, str(output), texts))
+                name_inside = name.removeprefix(home[name]).removeprefix(".")
+                inside[home[name]].append(WrittenPlacement(name_inside, str(output), texts))
             else:
                 outside.append(WrittenPlacement(name, str(output), texts))
     members: dict[tuple[str, tuple[WrittenPlacement, ...]], list[str]] = defaultdict(list)
@@ -78,18 +80,18 @@ def _sent(
         for block in blocks_of(local, blocks)
         for node in local.nodes[block.first : block.stop]
     }
-    found: dict[str, list[Collective]] = defaultdict(list)
+    collectives: dict[str, list[Collective]] = defaultdict(list)
     for node in local.nodes:
-        there, back = sent_by(node, carrying)
-        if there is None and back is None:
+        sends, sends_back = sent_by(node, carrying)
+        if sends is None and sends_back is None:
             continue
         path, tensor = inside.get(node.name, ""), str(node.args[0])
         if path:
             tensor = tensor.removeprefix(path).removeprefix(".")
-        forward, backward = (move.name if move is not None else "" for move in (there, back))
+        forward, backward = (move.name if move is not None else "" for move in (sends, sends_back))
         size = at_batch(whole_bytes(local, node, ranks), rows)
-        found[path].append(Collective(tensor, forward, backward, size))
-    return found
+        collectives[path].append(Collective(tensor, forward, backward, size))
+    return collectives
 
 
 def read_back(plan: Plan) -> Sharding:

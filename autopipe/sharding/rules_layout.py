@@ -138,9 +138,9 @@ def select(op: Op) -> Iterator[Strategy]:
 def type_as(op: Op) -> Iterator[Strategy]:
     """A tensor as it lies, and the other, of any shape, as it lies: its dtype alone is read."""
     x, other = op["self"], op["other"]
-    own = [op.free(x), *op.shards(x), *([P] if x in op.model.carrying else ())]
-    for lies in (op.free(other), *op.shards(other)):
-        yield from (Strategy({other: lies, x: placement}, placement) for placement in own)
+    of_x = [op.free(x), *op.shards(x), *([P] if x in op.model.carrying else ())]
+    for of_other in (op.free(other), *op.shards(other)):
+        yield from (Strategy({other: of_other, x: placement}, placement) for placement in of_x)
 
 
 @rule("cat")

@@ -38,22 +38,22 @@ RULES: dict[str, Rule] = SHAPES | LAYERS
 def strategies(model: Model, node: Node, shards: Shards) -> tuple[Strategy, ...]:
     """All possible strategies of a node, the replicated ones first, each once."""
     op = Op(model, node, shards)
-    found = [Strategy(dict.fromkeys(op.inputs, I), I)]
+    candidates = [Strategy(dict.fromkeys(op.inputs, I), I)]
     # A conversion makes a new tensor, which a write in place does not reach.
     fixed = {value for value in (*op.inputs, *op.outputs) if value in model.fixed}
     if op.carries and not fixed and node.op not in _OWN_BACKWARD:
-        found.append(Strategy({v: op.free(v) for v in op.inputs}, R))
+        candidates.append(Strategy({v: op.free(v) for v in op.inputs}, R))
     if op.outputs and node.op != READ_OP and fixed.isdisjoint(op.outputs):
-        named = RULES.get(op.name) or (pointwise if is_pointwise(node) else None)
-        found += named(op) if named is not None else ()
-    kept: dict[tuple[tuple[Placement, ...], Placement], Strategy] = {}
-    for inputs, output in found:
-        lie = {value: inputs.get(value, op.free(value)) for value in op.inputs}
-        placed = [*lie.items(), *((made, output) for made in op.outputs)]
-        stays = all(lie[value] == I for value in fixed.intersection(lie))
+        rule = RULES.get(op.name) or (pointwise if is_pointwise(node) else None)
+        candidates += rule(op) if rule is not None else ()
+    possible: dict[tuple[tuple[Placement, ...], Placement], Strategy] = {}
+    for inputs, output in candidates:
+        placements = {value: inputs.get(value, op.free(value)) for value in op.inputs}
+        placed = [*placements.items(), *((output_value, output) for output_value in op.outputs)]
+        stays = all(placements[value] == I for value in fixed.intersection(placements))
         if stays and all(model.can_shard(v, p) for v, p in placed if p.sharded):
-            kept.setdefault((tuple(lie.values()), output), Strategy(lie, output))
-    return tuple(kept.values())
+            possible.setdefault((tuple(placements.values()), output), Strategy(placements, output))
+    return tuple(possible.values())
 
 
 # Element by element

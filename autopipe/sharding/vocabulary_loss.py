@@ -65,16 +65,16 @@ def vocabulary_loss(
     Returns:
         The loss, a scalar, and the log-sum-exp of each row, for backward.
     """
-    rows, words = _rows(x, weight), target.reshape(-1)
+    rows, targets = _rows(x, weight), target.reshape(-1)
     total = torch.full((rows.shape[0],), -torch.inf, dtype=wide(weight.dtype), device=x.device)
     truth = torch.zeros_like(total)
     for first, logits in _parts(rows, weight, bias, width):
-        column, here = _own(words, begin + first, logits.shape[1])
-        truth += logits.gather(1, column).squeeze(1).masked_fill_(~here, 0.0)
+        column, inside = _own_columns(targets, begin + first, logits.shape[1])
+        truth += logits.gather(1, column).squeeze(1).masked_fill_(~inside, 0.0)
         total = torch.logaddexp(total, logits.logsumexp(1))
     if axis:
         total, truth = _over_ranks(total, truth, axis)
-    counting = words != ignored
+    counting = targets != ignored
     loss = (total - truth).masked_fill(~counting, 0.0).sum()
     return (loss / counting.sum() if reduction == MEAN else loss).to(dtype), total
 
@@ -112,17 +112,17 @@ def vocabulary_loss_backward(
 
     With shards of the columns that of x is a part of the sum over the ranks.
     """
-    rows, words = _rows(x, weight), target.reshape(-1)
-    counting = words != ignored
+    rows, targets = _rows(x, weight), target.reshape(-1)
+    counting = targets != ignored
     scale = gradient.to(total.dtype)
     # Of no word at all the loss is nan and the gradient zero, as in torch.
     each = counting * (scale / counting.sum().clamp(min=1) if reduction == MEAN else scale)
     of_x, of_weight, of_bias = _gradients(x, weight, wanted)
     sums = torch.zeros_like(rows, dtype=total.dtype) if wanted[0] else None
     for first, part in _parts(rows, weight, bias, width):
-        column, here = _own(words, begin + first, part.shape[1])
+        column, inside = _own_columns(targets, begin + first, part.shape[1])
         part.sub_(total[:, None]).exp_()
-        part.scatter_add_(1, column, -here.to(part.dtype)[:, None]).mul_(each[:, None])
+        part.scatter_add_(1, column, -inside.to(part.dtype)[:, None]).mul_(each[:, None])
         if wanted[2]:
             of_bias[first : first + part.shape[1]] = part.sum(0)
         low = part.to(weight.dtype)
@@ -175,11 +175,11 @@ def _parts(
         yield first, torch.nn.functional.linear(rows, weight[here], own).to(wide(weight.dtype))
 
 
-def _own(words: Tensor, begin: int, width: int) -> tuple[Tensor, Tensor]:
+def _own_columns(targets: Tensor, begin: int, width: int) -> tuple[Tensor, Tensor]:
     """The column [rows, 1] of each row's word in a part, and whether it is in it [rows]."""
-    column = words - begin
-    here = (column >= 0) & (column < width)
-    return column.masked_fill(~here, 0)[:, None], here
+    column = targets - begin
+    inside = (column >= 0) & (column < width)
+    return column.masked_fill(~inside, 0)[:, None], inside
 
 
 def _over_ranks(total: Tensor, truth: Tensor, axis: str) -> tuple[Tensor, Tensor]:
@@ -199,11 +199,11 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
     wanted = list(ctx.needs_input_grad[:3])
-    how = ctx.ignored, ctx.reduction, ctx.width, ctx.begin, wanted
-    of_x, *others = vocabulary_loss_backward(gradient, *ctx.saved_tensors, *how)
+    options = ctx.ignored, ctx.reduction, ctx.width, ctx.begin, wanted
+    of_x, *others = vocabulary_loss_backward(gradient, *ctx.saved_tensors, *options)
     of_x = of_x if of_x.dtype == ctx.dtype else of_x.to(ctx.dtype)
-    found = zip((of_x, *others), wanted, strict=True)
-    return *(tensor if asked else None for tensor, asked in found), *(None,) * 7
+    gradients = zip((of_x, *others), wanted, strict=True)
+    return *(tensor if is_wanted else None for tensor, is_wanted in gradients), *(None,) * 7
 
 
 vocabulary_loss.register_autograd(_back, setup_context=_remember)
