@@ -10,7 +10,7 @@ from autopipe.frontend.loss import Loss
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.placements import Sharding
 from autopipe.runtime.parameters.part import RankPart
-from autopipe.stages.bind import Split, dealt_out, split_for_evaluation
+from autopipe.stages.bind import Split, rank_trace, split_for_evaluation
 from autopipe.tracing.low_precision import kept_by
 from autopipe.tracing.source import Source, trace_source
 from autopipe.tracing.symbolic_sequence import AtLengths
@@ -47,7 +47,7 @@ def split_to_evaluate(
         kept=kept_by(plan),
         regions=plan.regions,
     )
-    return split_for_evaluation(dealt_out(found, plan, part.place.tp, sharding), part.split)
+    return split_for_evaluation(rank_trace(found, plan, part.place.tp, sharding), part.split)
 
 
 def split_at_length(
@@ -61,7 +61,7 @@ def split_at_length(
     """
     plan = part.plan
     rows = batches.two_rows(batch, plan.inputs)
-    local = dealt_out(traces.at(length, rows), plan, part.place.tp, sharding)
+    local = rank_trace(traces.at(length, rows), plan, part.place.tp, sharding)
     return split_for_evaluation(local, part.split, f"with rows of {length} tokens")
 
 

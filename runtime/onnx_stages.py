@@ -32,7 +32,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.runtime.checkpoint import trained
 from autopipe.runtime.parameters.materialize import Origin, materialize
 from autopipe.runtime.start import trace_planned
-from autopipe.stages.bind import Dealt, split_as_planned, split_for_evaluation
+from autopipe.stages.bind import RankTrace, split_as_planned, split_for_evaluation
 from autopipe.stages.lower import lower
 from autopipe.tracing.source import bare, trace_source
 from autopipe.tracing.trace import Trace
@@ -98,7 +98,7 @@ def _cut(file: ModelFile, plan: Plan) -> tuple[Trace, Sequence[Stage]]:
     split = split_as_planned(training.trace, plan)
     example = batches.from_specs(plan.inputs, 2)
     found = trace_source(file.model, example, plan.inputs, file.loss, training=False, outputs=True)
-    stages = split_for_evaluation(Dealt(found, find_blocks(found.graph)), split).once
+    stages = split_for_evaluation(RankTrace(found, find_blocks(found.graph)), split).once
     return found, stages
 
 

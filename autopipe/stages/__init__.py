@@ -8,6 +8,6 @@ Never found here: processes, searches.
 Other rooms use: `lower.lower`, `.Lowered`, `bind.split_as_planned`, `.Split`, `.check_runs`,
 `dry_run.rehearse`, `.CrossingTensor`, `.Rehearsal`, `step_programs.step_programs`,
 `recompute.blocks_meant`, `.Recomputed`, `precision.arithmetic`, `.computing`, `rng.stream`,
-`.draw`, `gathering.with_gathers`, `loss_cut.apart`, `whole_loss.WholeLoss`,
+`.draw`, `gathering.with_gathers`, `loss_cut.cut_loss`, `whole_loss.WholeLoss`,
 `sent_parts.with_parts`.
 """

@@ -34,7 +34,7 @@ from autopipe.schedules.instructions import Programs, splits
 from autopipe.sharding.local_graph import blocks_of, held_whole, shard_graph, shardable
 from autopipe.sharding.plan_io import read_back
 from autopipe.stages import sent_parts
-from autopipe.stages.loss_cut import apart
+from autopipe.stages.loss_cut import cut_loss
 from autopipe.stages.precision import PRECISIONS
 from autopipe.stages.whole_loss import WholeLoss
 from autopipe.tracing.trace import Trace
@@ -109,7 +109,7 @@ def cut_as_planned(
     Args:
         length: the plan's tokens of a row, if the sequence is a symbol.
     """
-    local = dealt_out(traced, plan, tp, sharding, length=length)
+    local = rank_trace(traced, plan, tp, sharding, length=length)
     graph = local.trace.graph
     if plan.turns:
         check_turns(graph)
@@ -117,19 +117,19 @@ def cut_as_planned(
     split = local.split(stages, plan.turns)
     if to := sent_parts.in_parts_of(plan):
         dims = sent_parts.planned_dims(plan, graph, stages, local.held_whole)
-        split = _in_parts(split, to, dims, local)
-    for index, (own, written) in enumerate(zip(split.stages, plan.stages, strict=True)):
-        parameters = [n for n in own.states if graph.states[n].kind == "parameter"]
-        for word, expected_, found in (
-            ("parameters", parameters, list(written.parameters)),
-            ("receives", _peers(own.receives), [(t.name, t.peer) for t in written.receives]),
-            ("sends", _peers(own.sends), [(t.name, t.peer) for t in written.sends]),
+        split = _parted(split, to, dims, local)
+    for index, (stage, planned) in enumerate(zip(split.stages, plan.stages, strict=True)):
+        parameters = [n for n in stage.states if graph.states[n].kind == "parameter"]
+        for key, expected, found in (
+            ("parameters", parameters, list(planned.parameters)),
+            ("receives", _peers(stage.receives), [(t.name, t.peer) for t in planned.receives]),
+            ("sends", _peers(stage.sends), [(t.name, t.peer) for t in planned.sends]),
         ):
-            differing = set(map(str, expected_)) ^ set(map(str, found))
+            differing = set(map(str, expected)) ^ set(map(str, found))
             if differing:
                 raise PlanError(
-                    f"plan.stages[{index}].{word}: the stage from {written.first!r} to "
-                    f"{written.last!r} has {len(expected_)} of them, the plan {len(found)}; they "
+                    f"plan.stages[{index}].{key}: the stage from {planned.first!r} to "
+                    f"{planned.last!r} has {len(expected)} of them, the plan {len(found)}; they "
                     f"differ in {min(differing)}"
                 )
     return split
@@ -163,7 +163,7 @@ def _cuts(plan: Plan, graph: Graph) -> list[int]:
     return bounds[1:-1]
 
 
-def _in_parts(plain: Split, to: sent_parts.InParts, dims: sent_parts.Dims, local: Dealt) -> Split:
+def _parted(plain: Split, to: sent_parts.InParts, dims: sent_parts.Dims, local: RankTrace) -> Split:
     """A split whose tensors go in parts, from one whose tensors go whole."""
     graph, cuts, *_ = sent_parts.with_parts(
         plain.graph, plain.once, dims, local.held_whole, local.ranks
@@ -252,7 +252,7 @@ def check_loss(plan: Plan, loss: Loss | None) -> None:
         )
 
 
-class Dealt(NamedTuple):
+class RankTrace(NamedTuple):
     """The graph that one of `ranks` tensor-parallel coordinates runs.
 
     Attributes:
@@ -272,14 +272,14 @@ class Dealt(NamedTuple):
         return Split(self.trace, stages, self.blocks, self.whole, self.labels, turns=turns)
 
 
-def dealt_out(
+def rank_trace(
     traced: Trace,
     plan: Plan,
     tp: int,
     sharding: Sharding | None = None,
     *,
     length: int | None = None,
-) -> Dealt:
+) -> RankTrace:
     """The graph that tensor-parallel coordinate `tp` runs.
 
     Args:
@@ -289,22 +289,22 @@ def dealt_out(
         ModelError: the plan's loss is over the whole batch, and this graph's cannot be.
     """
     others = len(traced.outputs)
-    whole = apart(traced.graph, others) if plan.loss_over == BATCH else None
+    whole = cut_loss(traced.graph, others) if plan.loss_over == BATCH else None
     labels = label_counts(traced.graph, others) if plan.loss_over == ROWS else None
     graph = traced.graph if whole is None else whole.rows
     graph = in_parts(fused(graph) if plan.fused_attention else graph, plan.loss_parts)
     traced, blocks = replace(traced, graph=graph), find_blocks(graph)
     if plan.mesh.tp == 1:
-        return Dealt(traced, blocks, whole, labels)
-    own = sharding or read_back(plan)
+        return RankTrace(traced, blocks, whole, labels)
+    sharding = sharding or read_back(plan)
     flow = shardable(graph)
-    local = shard_graph(flow, own, tp, length=length)
-    held = held_whole(flow, local, own, length=length) if sent_parts.in_parts_of(plan) else {}
-    blocks, traced = blocks_of(local, blocks), replace(traced, graph=local)
-    return Dealt(traced, blocks, whole, labels, held, plan.mesh.tp)
+    shard = shard_graph(flow, sharding, tp, length=length)
+    held = held_whole(flow, shard, sharding, length=length) if sent_parts.in_parts_of(plan) else {}
+    blocks, traced = blocks_of(shard, blocks), replace(traced, graph=shard)
+    return RankTrace(traced, blocks, whole, labels, held, plan.mesh.tp)
 
 
-def split_for_evaluation(found: Dealt, training: Split, when: str = "in evaluation") -> Split:
+def split_for_evaluation(local: RankTrace, training: Split, when: str = "in evaluation") -> Split:
     """Cut the evaluation graph so that every stage needs only the parameters that it has.
 
     So is cut the graph of training with rows of another length.
@@ -316,7 +316,7 @@ def split_for_evaluation(found: Dealt, training: Split, when: str = "in evaluati
     Raises:
         PlanError: a stage would have no nodes, or would need parameters of another stage.
     """
-    graph = found.trace.graph
+    graph = local.trace.graph
     flow, stages = analyse(graph), training.once
     owner = {p: stage.index for stage in stages for p in range(stage.first, stage.stop)}
     planned = {node.name: owner[position] for position, node in enumerate(training.graph.nodes)}
@@ -331,10 +331,10 @@ def split_for_evaluation(found: Dealt, training: Split, when: str = "in evaluati
     if len(set(cuts)) != len(stages) - 1:
         said = f"{when} the model computes nothing in some stages, so that it cannot be run with"
         raise PlanError(f"{said} this plan", hint="cut the model elsewhere")
-    split = found.split(partition(flow, cuts), training.turns)
+    split = local.split(partition(flow, cuts), training.turns)
     if to := training.in_parts:
-        dims = sent_parts.all_dims(graph, split.once, found.held_whole, found.ranks, to)
-        split = _in_parts(split, to, dims, found)
+        dims = sent_parts.all_dims(graph, split.once, local.held_whole, local.ranks, to)
+        split = _parted(split, to, dims, local)
     for stage, trained in zip(split.once, stages, strict=True):
         missing = [
             name

@@ -248,30 +248,30 @@ class _Rehearsing:
             graph, stage, self.blocks, states, None, rows,
             last=last, recompute=again, precision=self.precision,
         )  # fmt: skip
-        how = arithmetic(self.precision, "cpu", [states[name] for name in lowered.low])
-        copies = how.copies.values()
+        numerics = arithmetic(self.precision, "cpu", [states[name] for name in lowered.low])
+        copies = numerics.copies.values()
         received = [_arrival(self.boundaries[ref], stage.index) for ref, _ in stage.receives]
         inputs = [
             torch.empty(shape_at(graph.inputs[path], rows), dtype=graph.inputs[path].dtype)
             for path in stage.inputs
         ]
-        kept = SavedStorages((*states.values(), *received, *inputs, *copies))
-        own = [arrived(tensor) for tensor in received]
-        with observing(kept.keep), computing(how):
-            made = lowered.module(*(tensor for tensor, _ in own), *inputs)
-        outgoing = tuple(made[: len(stage.outgoing)])
+        saved = SavedStorages((*states.values(), *received, *inputs, *copies))
+        arrivals = [arrived(tensor) for tensor in received]
+        with observing(saved.keep), computing(numerics):
+            results = lowered.module(*(tensor for tensor, _ in arrivals), *inputs)
+        outgoing = tuple(results[: len(stage.outgoing)])
         # What only a branch without a gradient had saved is gone by now: the scores that groups of
         # experts are picked by, say.
-        found = _Forward(
+        forward = _Forward(
             tuple(
                 (CrossingTensor(tuple(t.shape), dense_strides(t), t.dtype, {}), t.requires_grad)
                 for t in outgoing
             ),
-            kept.now,
-            kept.most - kept.now,
+            saved.now,
+            saved.most - saved.now,
         )
-        loss = made[len(outgoing)] if last else None
-        return found, _Live(tuple(gradients for _, gradients in own), outgoing, loss, kept)
+        loss = results[len(outgoing)] if last else None
+        return forward, _Live(tuple(gradients for _, gradients in arrivals), outgoing, loss, saved)
 
     def _backwards(self, keys: Sequence[Hashable]) -> tuple[frozenset[Arrival], list[int]]:
         """The backward of every stage from the last one on, to learn the strides of gradients.

@@ -194,7 +194,7 @@ def with_gathers(
             call(starts[node])
         if node.op == "output":
             for given in node.all_input_nodes:
-                if memory.lies[given]:
+                if memory.owners[given]:
                     env[given] = graph.call_function(torch.ops.aten.clone.default, (env[given],))
             call(len(parts))
         env[node] = graph.node_copy(node, env.__getitem__)
@@ -233,37 +233,37 @@ class _Memory(NamedTuple):
     `results`: those in whose memory a result of the code may lie."""
 
     reads: dict[fx.Node, _Names]
-    lies: dict[fx.Node, _Names]
+    owners: dict[fx.Node, _Names]
     results: _Names
 
 
 def _memory(module: fx.GraphModule, parameters: Mapping[str, Tensor]) -> _Memory:
     names = {id(tensor): name for name, tensor in parameters.items()}
     reads: dict[fx.Node, _Names] = {}
-    lies: dict[fx.Node, _Names] = {}
+    owners: dict[fx.Node, _Names] = {}
     stored: dict[int, _Names] = {}  # names of the parameters in each storage of a trace
     results: _Names = frozenset()
     for node in module.graph.nodes:
-        given = _union(lies[other] for other in node.all_input_nodes)
-        reads[node], lies[node] = given, frozenset()
+        inputs = _union(owners[argument] for argument in node.all_input_nodes)
+        reads[node], owners[node] = inputs, frozenset()
         if node.op == "get_attr":
-            own = names.get(id(attrgetter(str(node.target))(module)))
-            lies[node] = frozenset() if own is None else frozenset({own})
+            owner = names.get(id(attrgetter(str(node.target))(module)))
+            owners[node] = frozenset() if owner is None else frozenset({owner})
         elif node.op == "call_module":
-            piece = module.get_submodule(str(node.target))
-            inner = piece.block if isinstance(piece, Recomputed) else piece
+            submodule = module.get_submodule(str(node.target))
+            inner = submodule.block if isinstance(submodule, Recomputed) else submodule
             within = _memory(cast(fx.GraphModule, inner), parameters)
-            reads[node] = given.union(*within.reads.values())
-            lies[node] = given | within.results
+            reads[node] = inputs.union(*within.reads.values())
+            owners[node] = inputs | within.results
         elif node.op == "output":
-            results = given
+            results = inputs
         elif MADE in node.meta and isinstance(node.target, _OP):
-            lies[node] = _union(stored.get(key, frozenset()) for key in node.meta[MADE].storages)
-        elif given and not _makes_memory(node):
-            lies[node] = given
+            owners[node] = _union(stored.get(key, frozenset()) for key in node.meta[MADE].storages)
+        elif inputs and not _makes_memory(node):
+            owners[node] = inputs
         if MADE in node.meta:
-            stored |= dict.fromkeys(node.meta[MADE].storages, lies[node])
-    return _Memory(reads, lies, results)
+            stored |= dict.fromkeys(node.meta[MADE].storages, owners[node])
+    return _Memory(reads, owners, results)
 
 
 _OP = type(torch.ops.aten.clone.default)

@@ -39,7 +39,7 @@ _ASKED = f'loss_over="{BATCH}" was asked for'
 _OTHERWISE = 'loss_over = "micro-batch" takes the mean of each micro-batch\'s own loss'
 
 
-def apart(graph: Graph, others: int = 0) -> WholeLoss:
+def cut_loss(graph: Graph, others: int = 0) -> WholeLoss:
     """Cut the loss off a traced graph.
 
     Args:
@@ -49,41 +49,43 @@ def apart(graph: Graph, others: int = 0) -> WholeLoss:
         ModelError: the loss reads a value that differs between micro-batches and has no rows, or a
             state that the model writes; names the user's line.
     """
-    flow, kept = analyse(graph), len(graph.outputs) - others
-    results, beside = graph.outputs[:kept], graph.outputs[kept:]
-    behind = tail(flow, results)
-    cutting = _Cutting(flow, behind, _with_local(flow, behind, results))
-    read = cutting.read(results)
-    copies = {v: cutting.copy(v, n) for n, v in enumerate(read) if isinstance(v, State)}
-    embeddings = tuple(cutting.embedding(value, number) for number, value in enumerate(read))
-    cutting.check_writes(read)
-    cutting.check_beside(beside)
-    given = [Ref(copies[v].name) if isinstance(v, State) else v for v in read]
-    surrogate = _surrogate(list(zip(given, embeddings, strict=True)), cutting.place)
+    flow, count = analyse(graph), len(graph.outputs) - others
+    results, other_results = graph.outputs[:count], graph.outputs[count:]
+    tail_nodes = tail(flow, results)
+    cutting = _Cutting(flow, tail_nodes, _with_local(flow, tail_nodes, results))
+    reads = cutting.read(results)
+    copies = {v: cutting.copy(v, n) for n, v in enumerate(reads) if isinstance(v, State)}
+    embeddings = tuple(cutting.embedding(value, number) for number, value in enumerate(reads))
+    cutting.check_writes(reads)
+    cutting.check_others(other_results)
+    sources = [Ref(copies[v].name) if isinstance(v, State) else v for v in reads]
+    surrogate = _surrogate(list(zip(sources, embeddings, strict=True)), cutting.place)
     if not surrogate:
         raise ModelError(
             f"{_ASKED}, and the loss depends on nothing that a model has computed",
             hint="leave it out",
         )
-    rows = cutting.rows([*copies.values(), *surrogate], (*given, *beside), embeddings)
-    loss = cutting.loss(results, dict(zip(read, embeddings, strict=True)))
+    rows = cutting.rows([*copies.values(), *surrogate], (*sources, *other_results), embeddings)
+    loss = cutting.loss(results, dict(zip(reads, embeddings, strict=True)))
     return WholeLoss(
         check.after("whole_loss, rows", rows), check.after("whole_loss, loss", loss), embeddings
     )
 
 
-def _with_local(flow: Dataflow, behind: frozenset[int], results: Sequence[Arg]) -> frozenset[int]:
+def _with_local(
+    flow: Dataflow, tail_nodes: frozenset[int], results: Sequence[Arg]
+) -> frozenset[int]:
     """The nodes of the tail, and those that compute for it from the batch alone."""
-    found, waiting = set(behind), list(behind)
+    positions, waiting = set(tail_nodes), list(tail_nodes)
     waiting += [flow.position(v) for v in values_in(tuple(results)) if isinstance(v, Ref)]
     while waiting:
         position = waiting.pop()
         if flow.local[position]:
-            found.add(position)
-        if position in found:
+            positions.add(position)
+        if position in positions:
             before = flow.just_before(position)
-            waiting += [p for p in before if flow.local[p] and p not in found]
-    return frozenset(found)
+            waiting += [p for p in before if flow.local[p] and p not in positions]
+    return frozenset(positions)
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,14 @@ class _Cutting:
     """A graph that is being cut: the positions of its tail, and of all that its loss runs."""
 
     flow: Dataflow
-    behind: frozenset[int]
+    tail_nodes: frozenset[int]
     of_loss: frozenset[int]
 
     @property
     def place(self) -> str:
         """The user's line at which the loss begins."""
         graph = self.flow.graph
-        return graph.nodes[min(self.behind)].place if self.behind else ""
+        return graph.nodes[min(self.tail_nodes)].place if self.tail_nodes else ""
 
     def read(self, results: Sequence[Arg]) -> list[Value]:
         """The values that the loss reads of the model: results of nodes, parameters, buffers."""
@@ -170,17 +172,17 @@ class _Cutting:
             if late:
                 raise self._refusal(value, f"is written in place at {nodes[late[0]].place}")
         for root, writers in flow.writers.items():
-            if isinstance(root, State) and (late := [p for p in writers if p in self.behind]):
+            if isinstance(root, State) and (late := [p for p in writers if p in self.tail_nodes]):
                 raise self._refusal(root, f"is written by the loss at {nodes[late[0]].place}")
 
-    def check_beside(self, beside: Sequence[Arg]) -> None:
+    def check_others(self, others: Sequence[Arg]) -> None:
         """Refuse results of a model that compare rows: no single micro-batch has them.
 
         Raises:
             ModelError: names the line that makes one.
         """
-        for value in values_in(tuple(beside)):
-            if isinstance(value, Ref) and self.flow.position(value) in self.behind:
+        for value in values_in(tuple(others)):
+            if isinstance(value, Ref) and self.flow.position(value) in self.tail_nodes:
                 place = self.flow.graph.nodes[self.flow.position(value)].place
                 raise ModelError(
                     f"{place}: outputs=True was asked for, and the model returns what compares the "
@@ -202,9 +204,11 @@ class _Cutting:
     ) -> Graph:
         """The graph of a micro-batch: all but the tail, and `more`; the last node is the scalar."""
         graph, flow = self.flow.graph, self.flow
-        wanted = [flow.position(v) for v in values_in(results) if v in flow.root]
-        needed = {p for p in range(len(graph.nodes)) if p not in self.behind and not flow.local[p]}
-        needed = flow.with_all_before([*needed, *(p for p in wanted if p >= 0)])
+        of_results = [flow.position(v) for v in values_in(results) if v in flow.root]
+        needed = {
+            p for p in range(len(graph.nodes)) if p not in self.tail_nodes and not flow.local[p]
+        }
+        needed = flow.with_all_before([*needed, *(p for p in of_results if p >= 0)])
         nodes = (*(graph.nodes[p] for p in sorted(needed)), *more)
         seeds = {e.gradient: e.spec for e in embeddings if e.gradient is not None}
         return of_nodes(
@@ -230,9 +234,9 @@ def _surrogate(of: Sequence[tuple[Value, Embedding]], place: str) -> list[Node]:
     wide = torch.float64 if doubles else torch.float32
     nodes: list[Node] = []
 
-    def add(op: str, args: tuple[Arg, ...], made: TensorSpec, **kwargs: Arg) -> Ref:
+    def add(op: str, args: tuple[Arg, ...], result: TensorSpec, **kwargs: Arg) -> Ref:
         name = f"whole_loss/{op.split('.')[1]}/{len(nodes)}"
-        nodes.append(Node(name, op, args, kwargs, (made,), False, (), place))
+        nodes.append(Node(name, op, args, kwargs, (result,), False, (), place))
         return Ref(name)
 
     total: Ref | None = None
@@ -240,6 +244,6 @@ def _surrogate(of: Sequence[tuple[Value, Embedding]], place: str) -> list[Node]:
         seed = Input(embedding.gradient or "")
         product = add("aten.mul.Tensor", (value, seed), embedding.spec)
         part = add("aten.sum.default", (product,), TensorSpec((), wide), dtype=wide)
-        whole = TensorSpec((), wide)
-        total = part if total is None else add("aten.add.Tensor", (total, part), whole)
+        scalar = TensorSpec((), wide)
+        total = part if total is None else add("aten.add.Tensor", (total, part), scalar)
     return nodes

@@ -81,8 +81,8 @@ class Made:
         made = Made(None)
         made._held, made.dtype, made.shape = self._held, self.dtype, self.shape
         for key, size in self.storages.items():
-            own = key if key in kept else renamed[key]
-            made.storages[own] = size
+            own_key = key if key in kept else renamed[key]
+            made.storages[own_key] = size
         return made
 
 

@@ -236,7 +236,7 @@ class _Run:
         self._stream = rng.current()
         self._saved = 0
         self._arguments: _Held | None = None
-        self._given: tuple[nn.Parameter | bool, ...] = ()
+        self._parameters_or_grads: tuple[nn.Parameter | bool, ...] = ()
         self._values: dict[int, tuple[Tensor | _Held, int]] = {}
 
     def number(self, tensor: Tensor) -> tuple[_Run, int]:
@@ -248,7 +248,7 @@ class _Run:
         """Keep the arguments for the second run, if backward will need it."""
         if self._saved:
             # A parameter from elsewhere is given again as itself: its copy goes by its identity.
-            self._given = tuple(
+            self._parameters_or_grads = tuple(
                 tensor if isinstance(tensor, nn.Parameter) else tensor.requires_grad
                 for tensor in arguments
             )
@@ -257,29 +257,29 @@ class _Run:
     def value(self, number: int) -> Tensor:
         """The saved tensor of this number; a second request recomputes the block once more."""
         if number not in self._values:
-            self._values = self._again()
-        held, written = self._values.pop(number)
-        return as_saved(held if isinstance(held, Tensor) else held.tensors[0], written)
+            self._values = self._saved_again()
+        held, at_version = self._values.pop(number)
+        return as_saved(held if isinstance(held, Tensor) else held.tensors[0], at_version)
 
-    def _again(self) -> dict[int, tuple[Tensor | _Held, int]]:
+    def _saved_again(self) -> dict[int, tuple[Tensor | _Held, int]]:
         """Run the block and take what it saves and its version, by number; the arguments are held
         already."""
         assert self._arguments is not None
-        kept = self._arguments.tensors
+        tensors = self._arguments.tensors
         arguments = [
-            given if isinstance(given, nn.Parameter) else tensor.detach().requires_grad_(given)
-            for tensor, given in zip(kept, self._given, strict=True)
+            known if isinstance(known, nn.Parameter) else tensor.detach().requires_grad_(known)
+            for tensor, known in zip(tensors, self._parameters_or_grads, strict=True)
         ]
-        own = {name: attrgetter(name)(self._block) for name in self._statistics}
-        copies = {name: state.clone() for name, state in own.items()}
-        copied = {storage_key(copies[name]): state for name, state in own.items()}
-        made: list[tuple[Tensor, int]] = []
+        statistics = {name: attrgetter(name)(self._block) for name in self._statistics}
+        copies = {name: state.clone() for name, state in statistics.items()}
+        statistic_of = {storage_key(copies[name]): state for name, state in statistics.items()}
+        saved: list[tuple[Tensor, int]] = []
 
         def collect(tensor: Tensor) -> None:
             # Statistics are saved, and not read: they are there without the copy.
-            tensor = copied.get(storage_key(tensor), tensor)
-            made.append((tensor.detach(), version(tensor)))
-            if len(made) == self._saved:
+            tensor = statistic_of.get(storage_key(tensor), tensor)
+            saved.append((tensor.detach(), version(tensor)))
+            if len(saved) == self._saved:
                 raise _Enough
 
         with (
@@ -293,11 +293,11 @@ class _Run:
                 functional_call(self._block, copies, tuple(arguments))
             except _Enough:
                 pass
-        assert len(made) == self._saved, f"{len(made)} tensors saved again of {self._saved}"
-        held = {storage_key(tensor) for tensor in kept}
+        assert len(saved) == self._saved, f"{len(saved)} tensors saved again of {self._saved}"
+        inputs = {storage_key(tensor) for tensor in tensors}
         return {
-            number: (tensor if storage_key(tensor) in held else _Held(tensor), written)
-            for number, (tensor, written) in enumerate(made)
+            number: (tensor if storage_key(tensor) in inputs else _Held(tensor), at_version)
+            for number, (tensor, at_version) in enumerate(saved)
         }
 
 

@@ -162,29 +162,33 @@ def with_parts(graph: Graph, stages: Sequence[Stage], dims: Dims, held: Held, ra
     sent: dict[tuple[Ref, int], Ref] = {}
 
     def converted(
-        name: str, near: Node, whole: Ref, ref: Ref, source: Placement, target: Placement
+        name: str, beside: Node, original: Ref, ref: Ref, source: Placement, target: Placement
     ) -> Ref:
-        node = _conversion(name, near.place, graph.spec(whole), ref, source, target, ranks)
+        node = _conversion(name, beside.place, graph.spec(original), ref, source, target, ranks)
         nodes.append(node)
         added.add(node.name)
         return Ref(node.name)
 
     for stage in stages:
         cuts.append(len(nodes))
-        own, to = graph.nodes[stage.first : stage.stop], stage.index
+        own_nodes, to = graph.nodes[stage.first : stage.stop], stage.index
         arrived: dict[Value, Value] = {
-            ref: converted(f"{ref}>whole({to})", own[0], ref, sent[ref, dim], S(dim), held[ref])
+            ref: converted(
+                f"{ref}>whole({to})", own_nodes[0], ref, sent[ref, dim], S(dim), held[ref]
+            )
             for ref, _ in stage.receives
             if (dim := dims.get((ref, to))) is not None
         }
-        nodes += [node.reading(arrived) for node in own]
+        nodes += [node.reading(arrived) for node in own_nodes]
         leaving = ((ref, dims[ref, peer]) for ref, peer in stage.sends if (ref, peer) in dims)
         for ref, dim in dict.fromkeys(leaving):
-            sent[ref, dim] = converted(f"{ref}>part({dim})", own[-1], ref, ref, held[ref], S(dim))
+            sent[ref, dim] = converted(
+                f"{ref}>part({dim})", own_nodes[-1], ref, ref, held[ref], S(dim)
+            )
     outputs = tuple(swap(output, arrived) for output in graph.outputs)
-    whole = replace(graph, nodes=tuple(nodes), outputs=outputs)
+    parted = replace(graph, nodes=tuple(nodes), outputs=outputs)
     parts = {part: PartOf(str(ref), dim) for (ref, dim), part in sent.items()}
-    return Parted(check.after("sent_parts", whole), tuple(cuts[1:]), parts, frozenset(added))
+    return Parted(check.after("sent_parts", parted), tuple(cuts[1:]), parts, frozenset(added))
 
 
 def _conversion(

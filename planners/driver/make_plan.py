@@ -43,7 +43,7 @@ from autopipe.planners.driver.request import (
 from autopipe.planners.model.problem import Constraints
 from autopipe.rows import loss_grouping, row_mixing
 from autopipe.stages.bind import check_runs
-from autopipe.stages.loss_cut import apart
+from autopipe.stages.loss_cut import cut_loss
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
 from autopipe.tracing.trace import Trace
 from autopipe.util.gc_pause import resting
@@ -269,7 +269,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
             loss_grouping.check(trace, more, request.loss, request.loss_over, say)
             mixing = row_mixing.remark(trace, more)
         if request.loss_over == BATCH:
-            whole = apart(trace.graph)
+            whole = cut_loss(trace.graph)
             against_whole.check(request, skeleton, trace, whole, more, say)
             trace = replace(trace, graph=whole.rows)
         flow, blocks = analyse(trace.graph), find_blocks(trace.graph)

@@ -16,7 +16,7 @@ from autopipe.ir.dataflow import analyse
 from autopipe.ir.partition import partition
 from autopipe.planfile.parts import BlockClass, StagePlan, WrittenPlacement
 from autopipe.stages.bind import (
-    Dealt,
+    RankTrace,
     Split,
     check_loss,
     check_runs,
@@ -247,7 +247,7 @@ def test_evaluation_is_cut_at_the_same_nodes(name: str) -> None:
     case = ZOO[name]
     specs = training.trace.inputs
     found = trace_source(case.model, case.inputs(2), specs, case.loss, training=False)
-    split = split_for_evaluation(Dealt(found, find_blocks(found.graph)), training)
+    split = split_for_evaluation(RankTrace(found, find_blocks(found.graph)), training)
     first, last = names(training)
     for mine, theirs, others in zip(names(split), (first, last), (last, first), strict=True):
         assert mine & theirs and not mine & others
@@ -267,7 +267,7 @@ def test_evaluation_that_reaches_over_a_cut() -> None:
     stages_ = partition(flow, [found.graph.index["last/linear/0"]])
     training = Split(found, stages_, ())
     with pytest.raises(PlanError) as refused:
-        split_for_evaluation(Dealt(other, ()), training)
+        split_for_evaluation(RankTrace(other, ()), training)
     assert str(refused.value).startswith("in evaluation stage 0 needs 'last.")
 
 

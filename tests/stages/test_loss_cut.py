@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from autopipe.errors import ModelError
 from autopipe.ir.graph import Input
-from autopipe.stages.loss_cut import apart
+from autopipe.stages.loss_cut import cut_loss
 from tests.support.staged import trace_model
 
 WIDTH = 4
@@ -36,7 +36,7 @@ def cut(forward=None, loss=near):
     model = Net()
     if forward is not None:
         model = type("Own", (Net,), {"forward": forward})()
-    return apart(trace_model(model, inputs, loss).graph)
+    return cut_loss(trace_model(model, inputs, loss).graph)
 
 
 def lies(whole):

@@ -13,7 +13,7 @@ from autopipe.ir.graph import BATCH, Dim, Ref, TensorSpec
 from autopipe.planfile.parts import PartOf, Transfer
 from autopipe.planfile.placements import I, R, S
 from autopipe.sharding.collectives import CONVERT
-from autopipe.stages.bind import Split, dealt_out, split_as_planned, split_for_evaluation
+from autopipe.stages.bind import Split, rank_trace, split_as_planned, split_for_evaluation
 from autopipe.stages.sent_parts import part_dim
 from tests.support.inprocess import close_together, traced
 from tests.support.part_stories import in_parts, whole
@@ -85,7 +85,7 @@ def test_blocks_and_stages_are_those_that_send_it_whole() -> None:
 
 def test_other_rows_go_in_parts_to_the_same_stages() -> None:
     training, found = bound(plan()), traced("gpt")[0]
-    again = split_for_evaluation(dealt_out(found, plan(), 0), training)
+    again = split_for_evaluation(rank_trace(found, plan(), 0), training)
     assert [stage.receives for stage in again.stages] == [s.receives for s in training.stages]
 
 
