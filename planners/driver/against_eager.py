@@ -39,7 +39,7 @@ from autopipe.ir.op_costs import costs
 from autopipe.ir.partition import partition
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake
 from autopipe.planfile.parts import InputSpec
-from autopipe.planners.driver.arguments import ROWS, on_gpus, two
+from autopipe.planners.driver.arguments import ROWS, on_gpus, two_batches
 from autopipe.planners.driver.outcomes import TOLERANCE, Outcome, compare, compare_ahead
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower
@@ -76,17 +76,17 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         until.enter_context(eager_branches())
         until.enter_context(libraries_hushed(heard=False))
         model = with_weights(request, skeleton, traced.graph, say)
-        batches = two(request.inputs, example, traced)
-        both = model and _both(request, traced, model, batches, say)
-    if both:
+        batches = two_batches(request.inputs, example, traced)
+        outcomes = model and _outcomes(request, traced, model, batches, say)
+    if outcomes:
         low = KEPT.get(request.precision, torch.float32)
-        made = {s.dtype for node in traced.graph.nodes for s in node.outputs if s is not None}
-        tolerance = max(TOLERANCE.get(dtype, 1e-4) for dtype in {low, *made})
-        eager, found, ahead = both
-        compare(traced, eager, found, tolerance)
+        dtypes = {s.dtype for node in traced.graph.nodes for s in node.outputs if s is not None}
+        tolerance = max(TOLERANCE.get(dtype, 1e-4) for dtype in {low, *dtypes})
+        eager, of_graph, ahead = outcomes
+        compare(traced, eager, of_graph, tolerance)
         for calls in sorted(ahead) if 0 in ahead else ():
             compare_ahead(traced, ahead[0], ahead[calls], calls)
-    if traced.unsteady and not (both and found.losses[1:]):
+    if traced.unsteady and not (outcomes and of_graph.losses[1:]):
         raise CaptureError(
             f"the model keeps {', '.join(traced.unsteady)} from one call to the next, and then "
             "computes something else; its graph is that of a first call",
@@ -112,17 +112,17 @@ def check_at_lengths(
     if not others:
         return
     specs = traced.inputs
-    two = batch.two_rows(example, specs)
-    traces = AtLengths(request.model, specs, two, request.loss, request.sixteen_bits)
+    two_rows = batch.two_rows(example, specs)
+    traces = AtLengths(request.model, specs, two_rows, request.loss, request.sixteen_bits)
     with phase("tracing other lengths", of=len(others)) as done:
         for length in others:
-            rows = shorter(two, specs, length)
-            found = traces.at(length, rows)
-            check(replace(request, inputs=rows), skeleton, found, rows, say)
+            rows = shorter(two_rows, specs, length)
+            trace = traces.at(length, rows)
+            check(replace(request, inputs=rows), skeleton, trace, rows, say)
             done()
 
 
-def _both(
+def _outcomes(
     request: PlanRequest, traced: Trace, model: nn.Module, batches: Sequence[Any], say: Say
 ) -> tuple[Outcome, Outcome, dict[int, Outcome]] | None:
     """The outcomes of model and graph on two micro-batches, and of the model far ahead."""
@@ -200,8 +200,8 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             put(model, buffers)
-            for parameter, was in before:
-                parameter.detach().copy_(was)
+            for parameter, value in before:
+                parameter.detach().copy_(value)
 
 
 class Weights:
@@ -216,19 +216,19 @@ class Weights:
         """Let the model have those of a micro-batch; `gradients` are those of the one before."""
         if number == len(self._of_each):
             self._of_each.append(
-                {name: _stepped(own, gradients.get(name)) for name, own in self._own.items()}
+                {name: _stepped(p, gradients.get(name)) for name, p in self._own.items()}
             )
-        for name, own in self._own.items():
-            own.copy_(self._of_each[number][name])
+        for name, p in self._own.items():
+            p.copy_(self._of_each[number][name])
 
 
 def _stepped(weight: Tensor, gradient: Tensor | None) -> Tensor:
     """A weight after a step of an optimizer, by a quarter of its largest entry."""
-    most = 0.0 if gradient is None or not gradient.numel() else float(gradient.abs().max())
-    if gradient is None or not 0 < most < math.inf:
+    largest = 0.0 if gradient is None or not gradient.numel() else float(gradient.abs().max())
+    if gradient is None or not 0 < largest < math.inf:
         return weight.detach().clone()
-    far = 0.25 * (float(weight.abs().max()) or 1.0)
-    return weight.detach() - (far / most * gradient).to(weight.dtype)
+    distance = 0.25 * (float(weight.abs().max()) or 1.0)
+    return weight.detach() - (distance / largest * gradient).to(weight.dtype)
 
 
 @contextmanager
@@ -268,20 +268,20 @@ def _outcome(
 ) -> Outcome:
     """Run micro-batches, counted from `first`, each with its own weights."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = Outcome()
+    outcome = Outcome()
     for number, rows in enumerate(batches, first):
-        weights.move(number, found.gradients[-1] if found.gradients else {})
+        weights.move(number, outcome.gradients[-1] if outcome.gradients else {})
         leaves = batch.flatten(rows)
-        wanted = [leaves[spec.path] for spec in run.specs if spec.dtype != "python"]
-        results = run.run(*(leaf.clone() for leaf in wanted if isinstance(leaf, Tensor)))
+        inputs = [leaves[spec.path] for spec in run.specs if spec.dtype != "python"]
+        results = run.run(*(leaf.clone() for leaf in inputs if isinstance(leaf, Tensor)))
         results = results if isinstance(results, tuple) else (results,)
         loss = results[0]
-        found.losses.append(
+        outcome.losses.append(
             torch.stack([part.detach().double().reshape(()) for part in results[:2]])
         )
-        found.gradients.append(_gradients(loss, trained) if loss.requires_grad else {})
-        found.kept.append({name: state.detach().clone() for name, state in run.states().items()})
-    return found
+        outcome.gradients.append(_gradients(loss, trained) if loss.requires_grad else {})
+        outcome.kept.append({name: state.detach().clone() for name, state in run.states().items()})
+    return outcome
 
 
 def _far_ahead(
@@ -290,25 +290,25 @@ def _far_ahead(
     """The second micro-batch once more, by how many calls later: with what the model and the loss
     count set far ahead, and in a few more calls (`FURTHER`); without those in which they fail."""
     model, parts = program.model, program.parts
-    counts, found = Counts(*parts), dict[int, Outcome]()
+    counts, outcomes = Counts(*parts), dict[int, Outcome]()
     frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
 
-    def once(calls: int) -> None:
-        for parameter, was in frozen:
-            parameter.detach().copy_(was)
+    def run_ahead(calls: int) -> None:
+        for parameter, value in frozen:
+            parameter.detach().copy_(value)
         with suppress(Exception):  # a table of the user's may be shorter
-            found[calls] = _outcome(run, model, batches[1:], weights, 1)
+            outcomes[calls] = _outcome(run, model, batches[1:], weights, 1)
 
     with restoring(*parts):
         _outcome(run, model, batches[1:], weights, 1)
-        for calls in (each for each in AHEAD if each > FURTHER and counts.risen):
+        for calls in (n for n in AHEAD if n > FURTHER and counts.risen):
             with restoring(*parts):
                 counts.ahead(calls)
-                once(calls)
+                run_ahead(calls)
         for calls in range(FURTHER + 1):
             with as_before(*parts):
-                once(calls)
-    return found
+                run_ahead(calls)
+    return outcomes
 
 
 def _gradients(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
@@ -338,12 +338,12 @@ def _of_graph(
 ) -> Outcome:
     """The graph, lowered as one stage over the same weights."""
     graph, rows = traced.graph, traced.rows or ROWS
-    own = {name: tensor.clone() for name, tensor in before.items()}
-    named = {**dict(model.named_parameters()), **own}
+    kept = {name: tensor.clone() for name, tensor in before.items()}
+    tensors = {**dict(model.named_parameters()), **kept}
     (stage,) = partition(analyse(graph), [])
-    states = {name: named[name] for name in stage.states}
+    states = {name: tensors[name] for name in stage.states}
     blocks = find_blocks(graph)
     module = lower(graph, stage, blocks, states, traced.reads, rows, last=True).module
-    taken = [spec for spec in traced.inputs if spec.path in stage.inputs]
-    taken.sort(key=lambda spec: stage.inputs.index(spec.path))
-    return _outcome(_Runnable(module, taken, lambda: own), model, batches, weights)
+    inputs = [spec for spec in traced.inputs if spec.path in stage.inputs]
+    inputs.sort(key=lambda spec: stage.inputs.index(spec.path))
+    return _outcome(_Runnable(module, inputs, lambda: kept), model, batches, weights)

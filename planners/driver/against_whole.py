@@ -55,7 +55,7 @@ def check(
     Raises:
         ModelError: they differ: a row's results depend on other rows of its batch.
     """
-    why = _unlike(traced.graph)
+    why = _why_unlike(traced.graph)
     if why:
         say(f"loss: that of a batch is not compared with that of its micro-batches: {why}")
         return
@@ -67,23 +67,23 @@ def check(
             model = with_weights(request, skeleton, traced.graph)
         if model is None:
             return
-        known = {**traced.graph.constants, **buffers_of(model), **dict(model.named_parameters())}
-        tensors = {name: tensor.detach().clone() for name, tensor in known.items()}
+        held = {**traced.graph.constants, **buffers_of(model), **dict(model.named_parameters())}
+        tensors = {name: tensor.detach().clone() for name, tensor in held.items()}
         try:
-            found = [_whole(traced, tensors, leaves), _in_two(traced, whole, tensors, leaves)]
+            losses = [_at_once(traced, tensors, leaves), _in_two(traced, whole, tensors, leaves)]
         except (AutopipeError, RuntimeError) as error:
             say(f"loss: that of a batch is not compared with that of its micro-batches: {error}")
             return
-    if abs(found[0] - found[1]) > CLOSE * max(map(abs, found)):
+    if abs(losses[0] - losses[1]) > CLOSE * max(map(abs, losses)):
         raise ModelError(
-            f"the loss of {ROWS} rows is {found[0]:.6g}, and {found[1]:.6g} where the model gets "
+            f"the loss of {ROWS} rows is {losses[0]:.6g}, and {losses[1]:.6g} where the model gets "
             "them in two micro-batches: what it makes of a row depends on the rows beside it, "
             "before its loss begins",
             hint="compare rows in the loss alone; or --micro-batches 1 --dp 1",
         )
 
 
-def _unlike(graph: Graph) -> str:
+def _why_unlike(graph: Graph) -> str:
     """Why the two losses may differ for a model that is right; empty: they may not."""
     for node in graph.nodes:
         if "batch_norm" in node.op:
@@ -99,7 +99,7 @@ def _module(traced: Trace, graph: Graph, tensors: Mapping[str, Tensor], rows: in
     return lower(graph, stage, find_blocks(graph), states, traced.reads, rows, last=True)
 
 
-def _whole(traced: Trace, tensors: Mapping[str, Tensor], leaves: Mapping[str, Any]) -> float:
+def _at_once(traced: Trace, tensors: Mapping[str, Tensor], leaves: Mapping[str, Any]) -> float:
     lowered = _module(traced, traced.graph, tensors, ROWS)
     return _mean(lowered.module(*(leaves[path].clone() for path in lowered.stage.inputs)))
 
@@ -116,9 +116,9 @@ def _in_two(
     }
     parts = []
     for first in (0, half):
-        own = {**batch.slice_rows(traced.inputs, leaves, first, first + half), **seeds}
-        made = lowered.module(*(_tensor(own[path]).clone() for path in lowered.stage.inputs))
-        parts.append(made[1:])
+        inputs = {**batch.slice_rows(traced.inputs, leaves, first, first + half), **seeds}
+        results = lowered.module(*(_tensor(inputs[path]).clone() for path in lowered.stage.inputs))
+        parts.append(results[1:])
     joined = {
         e.path: e.joined(of_each)
         for e, of_each in zip(whole.embeddings, zip(*parts, strict=True), strict=True)

@@ -150,14 +150,14 @@ def as_written(programs: Programs, pp: int | None, micro_batches: int | None) ->
     Raises:
         AutopipeError: others were asked for.
     """
-    found = len(programs), count_micro_batches(programs)
-    for name, asked, is_for in (("pp", pp, found[0]), ("micro_batches", micro_batches, found[1])):
-        if asked not in (None, is_for):
+    sizes = len(programs), count_micro_batches(programs)
+    for name, asked, fixed in (("pp", pp, sizes[0]), ("micro_batches", micro_batches, sizes[1])):
+        if asked not in (None, fixed):
             raise AutopipeError(
-                f"{name}={asked} was asked for, and the schedule is written for {name}={is_for}",
+                f"{name}={asked} was asked for, and the schedule is written for {name}={fixed}",
                 hint=f"leave {name} out, or write the schedule for {asked}",
             )
-    return found
+    return sizes
 
 
 def cluster_meant(
@@ -172,16 +172,16 @@ def cluster_meant(
     if isinstance(cluster, Cluster):
         return cluster
     if cluster is None:
-        asked = 1
+        processes = 1
         for degree in degrees:
-            asked *= degree or 1
-        found: Cluster | LocalSpec = this_machine(asked if any(degrees) else None)
+            processes *= degree or 1
+        described: Cluster | LocalSpec = this_machine(processes if any(degrees) else None)
     else:
-        found = parse(str(cluster))
-    if isinstance(found, LocalSpec):
-        whose = "'s processor" if found.cpu else ""
-        say(f"cluster: {found.name}, this machine{whose}")
-    return found
+        described = parse(str(cluster))
+    if isinstance(described, LocalSpec):
+        whose = "'s processor" if described.cpu else ""
+        say(f"cluster: {described.name}, this machine{whose}")
+    return described
 
 
 def measured(found: Cluster | LocalSpec, need: Need, say: Say) -> Cluster:
@@ -221,25 +221,25 @@ def lengths_of(inputs: Any, lengths: Sequence[int]) -> tuple[int, ...]:
     """
     if not lengths:
         return ()
-    there = row_length.length_of(example_of(inputs)[1])
+    longest = row_length.length_of(example_of(inputs)[1])
     asked = f"lengths {', '.join(map(str, sorted(lengths)))} were asked for"
-    if there is None:
+    if longest is None:
         raise ModelError(
             f"{asked}, and no tensor of whole numbers in the batch has one dim besides its rows",
             hint="leave them out: rows of such a batch have one length",
         )
-    if min(lengths) < 1 or max(lengths) != there:
+    if min(lengths) < 1 or max(lengths) != longest:
         raise ModelError(
-            f"{asked}, and inputs() gives rows of {there} tokens: a plan is for the longest",
-            hint=f"give rows of {max(lengths)} tokens from inputs(), or lengths up to {there}",
+            f"{asked}, and inputs() gives rows of {longest} tokens: a plan is for the longest",
+            hint=f"give rows of {max(lengths)} tokens from inputs(), or lengths up to {longest}",
         )
     return tuple(sorted({*lengths}))
 
 
 def rows_of(inputs: Any, example: Any, specs: Sequence[InputSpec], devices: int) -> int:
     """Rows of the whole batch: those of an example; for a function 8 (the default) a device."""
-    own = None if callable(inputs) else batch.rows_of(specs, batch.flatten(example))
-    return own or ROWS_PER_DEVICE * devices
+    example_rows = None if callable(inputs) else batch.rows_of(specs, batch.flatten(example))
+    return example_rows or ROWS_PER_DEVICE * devices
 
 
 def limits_of(
@@ -296,10 +296,10 @@ def _bytes(memory: int | str) -> int:
 
 def _parsed(memory: str) -> int:
     figure, unit_of = r"(\d+(?:\.\d+)?)", r"(?:([KMGT]?)(i?)B?|bytes?)"
-    found = re.fullmatch(rf"\s*{figure}\s*{unit_of}\s*", memory, re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(rf"\s*{figure}\s*{unit_of}\s*", memory, re.IGNORECASE)
+    if match is None:
         raise AutopipeError(f"memory {memory!r} is no size", hint="24GiB, 512MB or bytes")
-    number, letter, binary = found.groups()
+    number, letter, binary = match.groups()
     power = "KMGT".index(letter.upper()) + 1 if letter else 0
     unit: int = (1024 if binary else 1000) ** power
     return round(float(number) * unit)
@@ -308,20 +308,20 @@ def _parsed(memory: str) -> int:
 def examples(inputs: Any, example: Any, specs: Sequence[InputSpec]) -> Callable[[int], Any]:
     """A function that makes a batch of given rows: `inputs` itself, or it repeats the example."""
 
-    def some(rows: int) -> Any:
+    def batch_of(rows: int) -> Any:
         return inputs(rows) if callable(inputs) else batch.some_rows(example, specs, rows)
 
-    return some
+    return batch_of
 
 
 def second(inputs: Any, example: Any, specs: Sequence[InputSpec], rows: int = ROWS) -> Any:
     """As many rows again behind the first ones; the first ones if there are no others."""
-    more = inputs(2 * rows) if callable(inputs) else example
-    leaves = batch.flatten(batch.some_rows(more, specs, 2 * rows))
-    return batch.rebuild(more, batch.slice_rows(specs, leaves, rows, 2 * rows))
+    source = inputs(2 * rows) if callable(inputs) else example
+    leaves = batch.flatten(batch.some_rows(source, specs, 2 * rows))
+    return batch.rebuild(source, batch.slice_rows(specs, leaves, rows, 2 * rows))
 
 
-def two(inputs: Any, example: Any, traced: Trace) -> list[Any]:
+def two_batches(inputs: Any, example: Any, traced: Trace) -> list[Any]:
     """Two micro-batches: the traced one, and one of other rows if there are any."""
     specs, size = traced.inputs, traced.rows or ROWS
     first = example if traced.rows is None else examples(inputs, example, specs)(2 * size)

@@ -154,7 +154,7 @@ def best_plan(job: Job, watch: Stopwatch, slower_than: Searched | None = None) -
         InfeasibleError: no plan fits; of the refusals the one with the least shortfall.
     """
     try:
-        return _written(_first_that_answer(job, watch, slower_than))
+        return _fitting_plan(_first_that_answer(job, watch, slower_than))
     except InfeasibleError:
         asked = job.constraints
         if job.beyond or (asked.dp, asked.micro_batches, asked.micro_batch_size) == (None,) * 3:
@@ -162,23 +162,23 @@ def best_plan(job: Job, watch: Stopwatch, slower_than: Searched | None = None) -
     return best_plan(replace(job, beyond=True), watch, slower_than)  # which says what would fit
 
 
-def _written(found: Searched) -> Chosen:
+def _fitting_plan(search: Searched) -> Chosen:
     """The plan of the fastest answer whose exact bytes fit.
 
     Raises:
         InfeasibleError: there is none.
     """
     while True:
-        answer, candidate = found.best_answer(), found.candidates[found.best]
+        answer, candidate = search.best_answer(), search.candidates[search.best]
         try:
             plan = recomputing_less(plan_that_fits(candidate, answer), answer, candidate)
             break
         except InfeasibleError:
             # A degree that this one has outdone may be the best without it.
-            found = found.without(candidate.tp)
-            if not found.answers:
+            search = search.without(candidate.tp)
+            if not search.answers:
                 raise
-    return Chosen(fastest_by_path(plan, answer, found.candidates), found)
+    return Chosen(fastest_by_path(plan, answer, search.candidates), search)
 
 
 def _first_that_answer(job: Job, watch: Stopwatch, slower_than: Searched | None) -> Searched:
@@ -189,14 +189,14 @@ def _first_that_answer(job: Job, watch: Stopwatch, slower_than: Searched | None)
     """
     candidates: dict[int, Candidate] = {}
     refusals: Refusals = {}
-    for some in degrees(job.cluster, job.constraints.tp, job.traced.graph):
-        left = [tp for tp in some if slower_than is None or not slower_than.outdone(tp)]
-        costed, errors = _costed(job, left, watch)
+    for preferred in degrees(job.cluster, job.constraints.tp, job.traced.graph):
+        remaining = [tp for tp in preferred if slower_than is None or not slower_than.outdone(tp)]
+        costed, errors = _costed(job, remaining, watch)
         candidates |= costed
-        found = searched(candidates)
-        refusals |= errors | found.refusals
-        if found.answers:
-            return Searched(candidates, found.answers, refusals)
+        search = searched(candidates)
+        refusals |= errors | search.refusals
+        if search.answers:
+            return Searched(candidates, search.answers, refusals)
     raise _nothing_fits(job, refusals, watch)
 
 

@@ -36,30 +36,30 @@ def best_loss(job: Job, watch: Stopwatch, say: Say) -> Plan:
         InfeasibleError: no plan fits.
         AutopipeError: parts were asked for, and the loss has none.
     """
-    asked = job.request.loss_parts
-    if asked is not None:
-        return best_of_engines(replace(job, traced=with_parts(job.traced, asked)), watch).plan
+    asked_parts = job.request.loss_parts
+    if asked_parts is not None:
+        return best_of_engines(replace(job, traced=with_parts(job.traced, asked_parts)), watch).plan
     if not _large(job):
         return best_of_engines(job, watch).plan
     parts = usual_parts(job.traced.graph)
-    in_them = replace(job, traced=with_parts(job.traced, parts))
+    in_parts_job = replace(job, traced=with_parts(job.traced, parts))
     try:
         whole, search = best_of_engines(job, watch)
     except InfeasibleError as refusal:
         with suppress(InfeasibleError):
-            found = best_of_engines(in_them, watch).plan
+            parted = best_of_engines(in_parts_job, watch).plan
             say(f"loss: in {parts} parts of the vocabulary; nothing fits with it whole")
-            return found
+            return parted
         raise refusal
     if not _memory_matters(whole):
         return whole
     with suppress(InfeasibleError):
-        found = best_plan(in_them.on_engine(compiled=whole.compiled), watch, search).plan
-        steps = found.prediction.step_seconds, whole.prediction.step_seconds
+        parted = best_plan(in_parts_job.on_engine(compiled=whole.compiled), watch, search).plan
+        steps = parted.prediction.step_seconds, whole.prediction.step_seconds
         if steps[0] < steps[1]:
-            step, other = map(seconds, steps)
-            say(f"loss: in {parts} parts of the vocabulary: a step of {step}; {other} whole")
-            return found
+            step, whole_step = map(seconds, steps)
+            say(f"loss: in {parts} parts of the vocabulary: a step of {step}; {whole_step} whole")
+            return parted
     return whole
 
 

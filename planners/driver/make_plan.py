@@ -173,20 +173,22 @@ def plan(
     if programs:
         pp, micro_batches = arguments.as_written(programs, pp, micro_batches)
     parts = arguments.loss_parts_of(loss_parts)
-    taken = arguments.turns_of(turns)
-    asked = arguments.cluster_meant(cluster, (sum(taken or ()) or pp, dp, tp), say)
-    limits = arguments.limits_of(memory, asked)
-    arguments.check_host(offload, asked)
+    ranks_of_stages = arguments.turns_of(turns)
+    devices = arguments.cluster_meant(cluster, (sum(ranks_of_stages or ()) or pp, dp, tp), say)
+    limits = arguments.limits_of(memory, devices)
+    arguments.check_host(offload, devices)
     degrees, ahead = (pp, dp, tp, micro_batches), (chunks, window, depth)
     constraints = Constraints(
         *(*degrees, schedule, limits, *ahead, zero, None, programs, transfers),
-        turns=taken,
+        turns=ranks_of_stages,
         micro_batch_size=micro_batch_size,
     )
     constraints = as_optimizer_allows(constraints, optimizer, say)
     with watch("traced"):
         skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
-    usual = precisions.usual_precisions(asked, skeleton, say) if precision is None else [precision]
+    usual = (
+        precisions.usual_precisions(devices, skeleton, say) if precision is None else [precision]
+    )
     if grad_dtype or optimizer_dtype:  # they go with that one
         usual = usual[:1]
 
@@ -198,7 +200,7 @@ def plan(
         **precisions.dtypes_of(usual[0], grad_dtype, optimizer_dtype),
         compiled=compile,
         fuse_attention=fuse_attention,
-        cluster=asked,
+        cluster=devices,
         batch_size=batch_size,
         constraints=constraints,
         recompute=recompute,
@@ -212,8 +214,8 @@ def plan(
     )
 
     def planned(precision: str) -> Plan:
-        words = precisions.dtypes_of(precision, grad_dtype, optimizer_dtype)
-        return _planned(replace(request, **words), skeleton, say, watch)
+        dtypes = precisions.dtypes_of(precision, grad_dtype, optimizer_dtype)
+        return _planned(replace(request, **dtypes), skeleton, say, watch)
 
     return signed(precisions.in_the_first(usual, planned, say))
 
@@ -233,11 +235,11 @@ def _planned(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Stopwat
     devices = arguments.measured(request.cluster, needed, say)
     with left_alone(request.optimizer):
         factor = optimizer_factor(optimizer_named(request.optimizer))
-    found = best_loss(Job(request, traced, devices, factor), watch, say)
-    if traced.mixing and found.mesh.dp * found.batch.micro_batches > 1:
+    best = best_loss(Job(request, traced, devices, factor), watch, say)
+    if traced.mixing and best.mesh.dp * best.batch.micro_batches > 1:
         say(traced.mixing)
-    check_runs(found)
-    return found
+    check_runs(best)
+    return best
 
 
 def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Stopwatch) -> Traced:
@@ -263,25 +265,25 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
             check_degree(trace.graph, constraints.tp, devices)
         against_eager.check(request, skeleton, trace, example, say)
         against_eager.check_at_lengths(request, skeleton, trace, example, say)
-        more = examples(inputs, example, specs)
-        whole, fingerprinted, mixing = None, trace.graph, None
+        batch_of = examples(inputs, example, specs)
+        whole_loss, fingerprinted, mixing = None, trace.graph, None
         if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
-            loss_grouping.check(trace, more, request.loss, request.loss_over, say)
-            mixing = row_mixing.remark(trace, more)
+            loss_grouping.check(trace, batch_of, request.loss, request.loss_over, say)
+            mixing = row_mixing.remark(trace, batch_of)
         if request.loss_over == BATCH:
-            whole = cut_loss(trace.graph)
-            against_whole.check(request, skeleton, trace, whole, more, say)
-            trace = replace(trace, graph=whole.rows)
+            whole_loss = cut_loss(trace.graph)
+            against_whole.check(request, skeleton, trace, whole_loss, batch_of, say)
+            trace = replace(trace, graph=whole_loss.rows)
         flow, blocks = analyse(trace.graph), find_blocks(trace.graph)
     least = least_rows(trace.graph)
     for name, module in skeleton.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             say(f"{name}: its gradients are sparse in one process, and dense in a plan")
     recompute, offload = request.recomputed(flow, blocks, say), request.offloaded(blocks)
-    found = Traced(trace, flow, blocks, rows, least, recompute, fingerprinted)
-    found = replace(found, whole=whole, offload=offload, mixing=mixing)
-    say(f"traced: {found}")
-    return found
+    traced = Traced(trace, flow, blocks, rows, least, recompute, fingerprinted)
+    traced = replace(traced, whole=whole_loss, offload=offload, mixing=mixing)
+    say(f"traced: {traced}")
+    return traced
 
 
 def _traced(

@@ -38,7 +38,7 @@ class Outcome:
     kept: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-def compare(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) -> None:
+def compare(traced: Trace, eager: Outcome, of_graph: Outcome, tolerance: float) -> None:
     """Refuse the first difference: of the first micro-batch, then of the second.
 
     Args:
@@ -48,13 +48,13 @@ def compare(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) -> 
         CaptureError: names what differs, by how much, and the user's line where it begins.
     """
     graph = traced.graph
-    if _off(found.losses[0], eager.losses[0]) > tolerance:
+    if _off(of_graph.losses[0], eager.losses[0]) > tolerance:
         raise _refusal(
             f"its loss is {float(eager.losses[0][0]):.6g}, and "
-            f"{float(found.losses[0][0]):.6g} by its graph",
+            f"{float(of_graph.losses[0][0]):.6g} by its graph",
             "it differs from one call to the next, or reads what is not in its batch",
         )
-    wrong = _wrong_gradients(eager.gradients[0], found.gradients[0], tolerance)
+    wrong = _wrong_gradients(eager.gradients[0], of_graph.gradients[0], tolerance)
     if wrong:
         last, place = last_reader(graph, wrong)
         share = f"{wrong[last]:.2g} of" if math.isfinite(wrong[last]) else "all of"
@@ -64,7 +64,7 @@ def compare(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) -> 
             "entry, they agree",
             "what follows there changes a gradient and not the result",
         )
-    for number, (states, others) in enumerate(zip(eager.kept, found.kept, strict=False)):
+    for number, (states, others) in enumerate(zip(eager.kept, of_graph.kept, strict=False)):
         for name, state in states.items():
             if name in others.keys() - traced.unsteady and _off(others[name], state) > tolerance:
                 what = graph.states[name].kind if name in graph.states else "buffer"
@@ -72,11 +72,11 @@ def compare(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) -> 
                     f"its {what} {name!r} is another one by its graph after micro-batch {number}",
                     f"write {what}s in place, in the forward of their own module",
                 )
-    if found.losses[1:]:
-        _compare_later(traced, eager, found, tolerance)
+    if of_graph.losses[1:]:
+        _compare_later(traced, eager, of_graph, tolerance)
 
 
-def _compare_later(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) -> None:
+def _compare_later(traced: Trace, eager: Outcome, of_graph: Outcome, tolerance: float) -> None:
     """Refuse a second micro-batch that differs.
 
     A Python number that falls a little in each call (`1 - self.step / 10_000`) makes only a small
@@ -86,18 +86,18 @@ def _compare_later(traced: Trace, eager: Outcome, found: Outcome, tolerance: flo
     if traced.unsteady:
         gradients = eager.gradients[0]
         floor = FLOOR * max(map(_largest, gradients.values()), default=0.0)
-        off = [_off(found.gradients[0].get(name), g, floor) for name, g in gradients.items()]
-        first = max([*off, _off(found.losses[0], eager.losses[0])])
+        off = [_off(of_graph.gradients[0].get(name), g, floor) for name, g in gradients.items()]
+        first = max([*off, _off(of_graph.losses[0], eager.losses[0])])
         tolerance = min(tolerance, 8 * first + SAME)
     kept = f"; it keeps {', '.join(traced.unsteady)}" if traced.unsteady else ""
     hint = "keep it in a buffer that __init__ registers, and write that in place"
-    if _off(found.losses[1], eager.losses[1]) > tolerance:
+    if _off(of_graph.losses[1], eager.losses[1]) > tolerance:
         raise _refusal(
             f"its loss in a second micro-batch is {float(eager.losses[1][0]):.9g}, and "
-            f"{float(found.losses[1][0]):.9g} by its graph, which is that of a first call{kept}",
+            f"{float(of_graph.losses[1][0]):.9g} by its graph, which is that of a first call{kept}",
             hint,
         )
-    wrong = _wrong_gradients(eager.gradients[1], found.gradients[1], tolerance)
+    wrong = _wrong_gradients(eager.gradients[1], of_graph.gradients[1], tolerance)
     if wrong:
         last, place = last_reader(traced.graph, wrong)
         raise _refusal(
@@ -127,14 +127,14 @@ def compare_ahead(traced: Trace, now: Outcome, ahead: Outcome, calls: int) -> No
 
 
 def _wrong_gradients(
-    eager: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None], tolerance: float
+    eager: Mapping[str, Tensor | None], of_graph: Mapping[str, Tensor | None], tolerance: float
 ) -> dict[str, float]:
     """The gradients that are off by more than the tolerance, and by how much."""
-    unequal = [name for name, g in eager.items() if _off(found.get(name), g) > tolerance]
+    unequal = [name for name, g in eager.items() if _off(of_graph.get(name), g) > tolerance]
     if not unequal:
         return {}
     floor = FLOOR * max(_largest(gradient) for gradient in eager.values())
-    off = {name: _off(found.get(name), eager[name], floor) for name in unequal}
+    off = {name: _off(of_graph.get(name), eager[name], floor) for name in unequal}
     return {name: share for name, share in off.items() if share > tolerance}
 
 
@@ -149,34 +149,34 @@ def _refusal(what: str, hint: str) -> CaptureError:
     return CaptureError(f"the model is not what its graph computes: {what}", hint=hint)
 
 
-def _off(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
+def _off(tensor: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
     """The largest difference of two tensors as a share of the largest entry of the second."""
-    if found is None or expected is None:
-        other = expected if found is None else found
-        return math.inf if other is not None and bool(other.any()) else 0.0
-    if found.shape != expected.shape:
+    if tensor is None or expected is None:
+        only = expected if tensor is None else tensor
+        return math.inf if only is not None and bool(only.any()) else 0.0
+    if tensor.shape != expected.shape:
         return math.inf
-    if torch.equal(found, expected) or not expected.numel():
+    if torch.equal(tensor, expected) or not expected.numel():
         return 0.0
-    found, expected = (
+    tensor, expected = (
         torch.view_as_real(t) if t.is_complex() else t.double()
-        for t in (found.detach(), expected.detach())
+        for t in (tensor.detach(), expected.detach())
     )
     measure = expected.isfinite()  # the model's other numbers are none
-    found, expected = found[measure], expected[measure]
+    tensor, expected = tensor[measure], expected[measure]
     if not expected.numel():
         return 0.0
-    if not bool(found.isfinite().all()):
+    if not bool(tensor.isfinite().all()):
         return math.inf
-    off, scale = float((found - expected).abs().max()), max(float(expected.abs().max()), floor)
+    off, scale = float((tensor - expected).abs().max()), max(float(expected.abs().max()), floor)
     return (off / scale if scale else math.inf) if off else 0.0
 
 
 def last_reader(graph: Graph, names: Iterable[str]) -> tuple[str, str]:
     """The parameter, among some, that forward reads last, and the user's line there."""
-    wanted = {State(name): name for name in names}
+    names_of = {State(name): name for name in names}
     for node in reversed(graph.nodes):
         for value in node.values():
-            if value in wanted:
-                return wanted[value], node.place
-    return next(iter(wanted.values())), ""
+            if value in names_of:
+                return names_of[value], node.place
+    return next(iter(names_of.values())), ""

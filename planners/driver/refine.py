@@ -84,10 +84,10 @@ def recomputing_less(plan: Plan, answer: Answer, candidate: Candidate) -> Plan:
     with suppress(Overflow), candidate.watch("rehearsed"), candidate.on_first_rank():
         scored = estimate(problem, decision)
         bound = min(answer.bound_seconds, scored.step_seconds)
-        less = replace(answer, decision=decision, estimate=scored, bound_seconds=bound)
-        other = write_plan(candidate, less)
-        if other.prediction.step_seconds < plan.prediction.step_seconds:
-            return other
+        fuller = replace(answer, decision=decision, estimate=scored, bound_seconds=bound)
+        alternative = write_plan(candidate, fuller)
+        if alternative.prediction.step_seconds < plan.prediction.step_seconds:
+            return alternative
     return plan
 
 
@@ -106,11 +106,11 @@ def fastest_by_path(plan: Plan, answer: Answer, candidates: Mapping[int, Candida
         candidate, mesh = candidates[tp], (pp, dp)
         with suppress(InfeasibleError):
             problem = candidate.counted().problem
-            own = candidate.search(problem, (least, least), mesh)
-            if own.estimate.step_seconds < least:
-                best = Scored(own.decision, own.estimate)
-                own = replace(own, binding=reasons.binding(problem, best, None))
-                written[pp, dp, tp] = plan_that_fits(candidate, own, mesh)
+            answer_there = candidate.search(problem, (least, least), mesh)
+            if answer_there.estimate.step_seconds < least:
+                best = Scored(answer_there.decision, answer_there.estimate)
+                answer_there = replace(answer_there, binding=reasons.binding(problem, best, None))
+                written[pp, dp, tp] = plan_that_fits(candidate, answer_there, mesh)
                 least = min(least, written[pp, dp, tp].prediction.step_seconds)
     return fastest_of(written, plan.planner.bound_seconds, answer.alternatives)
 
@@ -152,7 +152,7 @@ def fastest_of(
     """
     first, *others = sorted(written.values(), key=lambda plan: plan.prediction.step_seconds)
     step = first.prediction.step_seconds
-    beside = [
+    alternatives = [
         Alternative(
             *_degrees_of(other),
             micro_batches=other.batch.micro_batches,
@@ -168,9 +168,9 @@ def fastest_of(
     for other in estimated:
         if other.step_seconds is not None and _degrees_of(other) not in written:
             longer = other.step_seconds / step - 1
-            beside += [replace(other, slower=longer)] if longer > 0 else []
-    next_best = beside[0] if beside else None
+            alternatives += [replace(other, slower=longer)] if longer > 0 else []
+    next_best = alternatives[0] if alternatives else None
     note = replace(
-        first.planner, bound_seconds=bound, next_best=next_best, others=tuple(beside[1:])
+        first.planner, bound_seconds=bound, next_best=next_best, others=tuple(alternatives[1:])
     )
     return replace(first, planner=note)

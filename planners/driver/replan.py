@@ -25,7 +25,7 @@ def replan(old: Plan, file: ModelFile, nodes: Sequence[int], source: str, say: S
     Raises:
         InfeasibleError: no plan fits them, all of them used.
     """
-    again = partial(
+    plan_again = partial(
         plan,
         file.model,
         file.inputs,
@@ -43,8 +43,8 @@ def replan(old: Plan, file: ModelFile, nodes: Sequence[int], source: str, say: S
         source=source,
         say=say,
     )
-    found = again()
-    if len(found.mesh.places) == sum(nodes):
-        return found
+    replanned = plan_again()
+    if len(replanned.mesh.places) == sum(nodes):
+        return replanned
     # Every process that was started is a rank; a pipeline asks for nothing to divide by them.
-    return again(pp=sum(nodes), dp=1, tp=1)
+    return plan_again(pp=sum(nodes), dp=1, tp=1)

@@ -107,11 +107,11 @@ class PlanRequest:
         are to run again in the others (`asked_ops`); None: neither says."""
         if self.recompute is None:
             return user_checkpoints.wanted(flow, blocks, say)
-        asked = words_of_option("recompute", self.recompute, [NOTHING])
-        words = [word for word in asked if is_for_ops(word)]
-        check_meant(flow, blocks, words)
-        named = [word for word in asked if word not in (NOTHING, *words)]
-        return (*blocks_meant(blocks, named, others=WORDS), *words)
+        words = words_of_option("recompute", self.recompute, [NOTHING])
+        op_words = [word for word in words if is_for_ops(word)]
+        check_meant(flow, blocks, op_words)
+        named = [word for word in words if word not in (NOTHING, *op_words)]
+        return (*blocks_meant(blocks, named, others=WORDS), *op_words)
 
     def offloaded(self, blocks: Sequence[Block]) -> Collection[str] | None:
         """Paths of the blocks that are to offload what they keep; None: the planner chooses.
@@ -121,18 +121,18 @@ class PlanRequest:
         Raises:
             PlanError: there is no such block, or the same is asked to run again.
         """
-        asked = words_of_option("offload", self.offload, [AUTO, OFF])
+        words = words_of_option("offload", self.offload, [AUTO, OFF])
         again = words_of_option("recompute", self.recompute, [NOTHING])
-        if AUTO in asked:
+        if AUTO in words:
             return None
-        both = [word for word in asked if word in again]
+        both = [word for word in words if word in again]
         if both:
             raise PlanError(
                 f"offload={both[0]} was asked for, and recompute={both[0]} too: what runs again is "
                 "not kept, and there is nothing to offload",
                 hint="name other blocks with --offload than with --recompute",
             )
-        return blocks_meant(blocks, [word for word in asked if word != OFF], "offload")
+        return blocks_meant(blocks, [word for word in words if word != OFF], "offload")
 
     def microbatch_rows(self, rows: int) -> int | None:
         """The rows of a micro-batch, if all that they follow from is asked for.
@@ -217,8 +217,8 @@ class Traced:
             if s.kind == "parameter"
         )
         counts = f"{len(self.graph.nodes)} nodes, {parameters / 1e6:.1f} M parameters"
-        found = classes(self.blocks)
-        of = ", ".join(f"{len(paths)} of {kind}" for kind, paths in found.items())
+        members = classes(self.blocks)
+        of = ", ".join(f"{len(paths)} of {kind}" for kind, paths in members.items())
         return f"{counts}, blocks: {of}" if of else counts
 
 
@@ -268,25 +268,25 @@ def as_optimizer_allows(
             this name; or it cannot step.
     """
     with left_alone(optimizer):
-        apart = stepped_apart(optimizer_named(optimizer))
-    if apart == ELEMENT:
+        granularity = stepped_apart(optimizer_named(optimizer))
+    if granularity == ELEMENT:
         return constraints
-    does = _DOES[apart]
+    effect = _DOES[granularity]
     clipped = "; max_grad_norm = 1.0 in the model file clips by the norm of all ranks' gradients"
-    names = ("zero", "tp", "pp")[: 2 if apart == TENSOR else 3]
+    names = ("zero", "tp", "pp")[: 2 if granularity == TENSOR else 3]
     for name in names:
-        asked, one = getattr(constraints, name), int(name != "zero")
-        if asked not in (None, one):
+        wish, unsplit = getattr(constraints, name), int(name != "zero")
+        if wish not in (None, unsplit):
             raise AutopipeError(
-                f"{name}={asked} was asked for, and the optimizer {does}: of the part "
+                f"{name}={wish} was asked for, and the optimizer {effect}: of the part "
                 "that a rank would have it makes something else",
-                hint=f"{name}={one}, or an optimizer that changes each element by its own "
-                "gradient, as AdamW and SGD do" + clipped * (apart == MODEL),
+                hint=f"{name}={unsplit}, or an optimizer that changes each element by its own "
+                "gradient, as AdamW and SGD do" + clipped * (granularity == MODEL),
             )
-    without = "ZeRO or tensor parallelism" + " or pipelines" * (apart != TENSOR)
-    say(f"optimizer: it {does}, and no rank gets a part of that: without {without}")
-    kept = replace(constraints, zero=0, tp=1)
-    return kept if apart == TENSOR else replace(kept, pp=1)
+    without = "ZeRO or tensor parallelism" + " or pipelines" * (granularity != TENSOR)
+    say(f"optimizer: it {effect}, and no rank gets a part of that: without {without}")
+    allowed = replace(constraints, zero=0, tp=1)
+    return allowed if granularity == TENSOR else replace(allowed, pp=1)
 
 
 @contextmanager
@@ -313,21 +313,21 @@ def micro_batch_rows(
         ModelError: none has the rows that the model needs.
     """
     size = constraints.micro_batch_size
-    asked = {"dp": constraints.dp, "micro_batches": constraints.micro_batches}
-    into = " x ".join(f"{name}={count}" for name, count in asked.items() if count)
+    requested = {"dp": constraints.dp, "micro_batches": constraints.micro_batches}
+    into = " x ".join(f"{name}={count}" for name, count in requested.items() if count)
     parts = (constraints.dp or 1) * (constraints.micro_batches or 1) * (size or 1)
     there_are = (constraints.pp or 1) * (constraints.dp or 1) <= devices
     if rows % parts and there_are:
         over = f" over {into}" if into else ""
         equal = f"{into} equal parts" if size is None else f"micro-batches of {size} rows{over}"
         below, fewer = rows - rows % parts, rows / ((constraints.dp or 1) * (size or 1))
-        other = ""
+        another = ""
         if constraints.micro_batches and fewer.is_integer():
             count = max(n for n in range(1, constraints.micro_batches) if fewer % n == 0)
-            other = f"--micro-batches {count}, or "
+            another = f"--micro-batches {count}, or "
         raise AutopipeError(
             f"a batch of {rows} rows does not divide into {equal}",
-            hint=f"{other}a batch of {f'{below} or ' if below else ''}{below + parts} rows",
+            hint=f"{another}a batch of {f'{below} or ' if below else ''}{below + parts} rows",
         )
     sizes = set()
     for dp in range(1, devices + 1):
@@ -336,15 +336,15 @@ def micro_batch_rows(
         share = rows // dp
         counts = [constraints.micro_batches] if constraints.micro_batches else range(1, share + 1)
         sizes |= {share // count for count in counts if share % count == 0}
-    found = sorted(sizes) or [rows]
+    possible = sorted(sizes) or [rows]
     if size is not None:
-        if there_are and size not in found:
+        if there_are and size not in possible:
             raise AutopipeError(
                 f"micro_batch_size={size} was asked for, and {into} of a batch of {rows} rows "
-                f"makes micro-batches of {one_of(found)} rows",
+                f"makes micro-batches of {one_of(possible)} rows",
                 hint=f"leave out one of them, or a batch of {parts} rows",
             )
-        found = [size]
-    if found[-1] < least.rows:
-        raise least.refusal(found[-1])
-    return [each for each in found if each >= least.rows]
+        possible = [size]
+    if possible[-1] < least.rows:
+        raise least.refusal(possible[-1])
+    return [each for each in possible if each >= least.rows]

@@ -49,12 +49,12 @@ def with_work(plan: Plan, candidate: Candidate, answer: Answer) -> Plan:
 
 def model_flops(graph: Graph, precision: str, rows: int) -> Counter[str]:
     """The operations that MFU counts, of forward and backward of so many rows, by dtype."""
-    formulas, found = op_costs.costs(graph), Counter[str]()
-    counted = op_seconds.model_flops(formulas, rows).tolist()
-    for dtype, number in zip(computed_in(graph, formulas, precision), counted, strict=True):
+    formulas, flops = op_costs.costs(graph), Counter[str]()
+    flops_by_node = op_seconds.model_flops(formulas, rows).tolist()
+    for dtype, number in zip(computed_in(graph, formulas, precision), flops_by_node, strict=True):
         if number:
-            found[op_seconds.rate_name(dtype)] += number
-    return found
+            flops[op_seconds.rate_name(dtype)] += number
+    return flops
 
 
 def work(flops: Counter[str], ranks: Sequence[Sequence[Device]], tokens: int) -> Work | None:
@@ -67,11 +67,11 @@ def work(flops: Counter[str], ranks: Sequence[Sequence[Device]], tokens: int) ->
         return None
     dtype, _ = flops.most_common(1)[0]
     sheets = [[datasheets.peak(device, dtype) for device in devices] for devices in ranks]
-    measured = any(peak is None for found in sheets for peak in found)
+    measured = any(peak is None for peaks_of_rank in sheets for peak in peaks_of_rank)
     if measured:
         peaks = tuple(sum(device.flops[dtype] for device in devices) for devices in ranks)
     else:
-        peaks = tuple(sum(filter(None, found)) for found in sheets)
+        peaks = tuple(sum(filter(None, peaks_of_rank)) for peaks_of_rank in sheets)
     return Work(flops.total(), peaks, dtype, measured, tokens)
 
 
@@ -100,14 +100,14 @@ def _spent(candidate: Candidate, answer: Answer) -> tuple[Spent, ...]:
     costing, config = candidate.costing, answer.decision.config
     rows = config.microbatch_rows(costing.batch)
     parts = {kind: costing.parts(rows, kind) for kind in {s.kind for s in answer.estimate.stages}}
-    found = []
+    spent_by_stage = []
     for stage in answer.estimate.stages:
-        own = parts[stage.kind][:, stage.first : stage.last + 1].sum(axis=1).tolist()
+        computing = parts[stage.kind][:, stage.first : stage.last + 1].sum(axis=1).tolist()
         # The pass before a loss over the whole batch is computed a second time by the next pass.
         forward = costing.timed.profile(rows).forward[stage.kind][stage.first : stage.last + 1]
         first_pass = sum(forward) * (costing.forwards - 1) / costing.forwards
         spent = dict(stage.spent)
         spent[AGAIN] += first_pass
         causes = AGAIN, EXCHANGES, GATHERING, COPYING
-        found.append(Spent(*own, *(spent[cause] for cause in causes)))
-    return tuple(found)
+        spent_by_stage.append(Spent(*computing, *(spent[cause] for cause in causes)))
+    return tuple(spent_by_stage)

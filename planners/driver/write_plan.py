@@ -98,7 +98,11 @@ def cut_model(candidate: Candidate, answer: Answer, plain: Sequence[Stage]) -> C
     """
     decision = answer.decision
     config, degree, stages, parted = decision.config, candidate.degree, tuple(plain), None
-    to = {s: dict[str, int]() for s, own in enumerate(answer.estimate.stages) if own.in_parts}
+    to = {
+        s: dict[str, int]()
+        for s, estimate in enumerate(answer.estimate.stages)
+        if estimate.in_parts
+    }
     if to:
         degree, parted = _in_parts(degree, plain, to)
         stages = partition(degree.flow, parted.cuts)
@@ -155,12 +159,14 @@ def _without_bytes(
 ) -> Plan:
     """The plan but for bytes, eager depths and its prediction."""
     job, degree, decision = candidate.job, candidate.degree, answer.decision
-    request, config, whole = job.request, decision.config, job.traced.graph
+    request, config, uncut = job.request, decision.config, job.traced.graph
     turns = config.turns or (1,) * len(plain)
-    each = [(own, of) for own, of in zip(plain, turns, strict=True) for _ in range(of)]
+    each = [
+        (planned, taken) for planned, taken in zip(plain, turns, strict=True) for _ in range(taken)
+    ]
     graph = held.cut.graph
     classes, states, collectives = write_down(
-        whole, degree.whole_blocks, degree.sharding, graph, held.cut.rows
+        uncut, degree.whole_blocks, degree.sharding, graph, held.cut.rows
     )
     return Plan(
         format=FORMAT,
@@ -184,14 +190,14 @@ def _without_bytes(
         boundaries=_boundaries(job.constraints, decision),
         blocks=classes,
         stages=tuple(
-            replace(_stage(candidate, answer, held, own, stage), turns=of)
-            for (own, of), stage in zip(each, held.cut.stages, strict=True)
+            replace(_stage(candidate, answer, held, planned, stage), turns=taken)
+            for (planned, taken), stage in zip(each, held.cut.stages, strict=True)
         ),
         prediction=Prediction(0.0, 0.0),
         planner=_note(candidate, answer),
         states=states,
         collectives=collectives,
-        products=products(whole),
+        products=products(uncut),
         loss=request.loss is not None,
         loss_over=request.loss_over,
         loss_parts=job.traced.loss_parts,
