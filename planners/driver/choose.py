@@ -38,9 +38,9 @@ from autopipe.planners.model.problem import Config
 from autopipe.planners.search.best import (
     Answer,
     Outdone,
-    beside,
     incumbents_of,
     out_of_the_best_two,
+    with_other_degrees,
 )
 from autopipe.planners.search.configs import TooFewUnits
 from autopipe.planners.search.dynamic import fastest
@@ -80,7 +80,7 @@ class Searched:
             tp: error for tp, error in self.refusals.items() if isinstance(error, Outdone)
         }
         others |= {tp: answer for tp, answer in self.answers.items() if tp != best}
-        return beside(self.answers[best], dict(sorted(others.items())))
+        return with_other_degrees(self.answers[best], dict(sorted(others.items())))
 
     def without(self, tp: int) -> Searched:
         """The search of all degrees but one."""

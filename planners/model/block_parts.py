@@ -131,9 +131,9 @@ def figures(
     """Bytes that a part of a block saves by running again at a level, and the seconds of that."""
     profile = problem.profile(rows)
     if level != WHOLE:
-        found = profile.levels[block][level]
-        own = found.seconds[kind][slice(*part)]
-        return found.dropped if len(own) == len(found.seconds[kind]) else 0, sum(own)
+        of_level = profile.levels[block][level]
+        again = of_level.seconds[kind][slice(*part)]
+        return of_level.dropped if len(again) == len(of_level.seconds[kind]) else 0, sum(again)
     first, last = part
     seconds = sum(profile.recompute[block][kind][first:last])
     return int(_matrices(problem, rows)[block][first, last]), seconds
@@ -150,8 +150,8 @@ def _matrices(problem: Problem, rows: int) -> tuple[Bytes, ...]:
             savers = tuple(saver - start for saver in saved.savers)
             items[saved.block].append(replace(saved, producer=producer, savers=savers))
     return tuple(
-        dropped(stop - start, own)
-        for (start, stop), own in zip(problem.recomputable, items, strict=True)
+        dropped(stop - start, saved_by_block)
+        for (start, stop), saved_by_block in zip(problem.recomputable, items, strict=True)
     )
 
 

@@ -129,12 +129,12 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
     _check(problem, decision)
     bounds = (0, *decision.cuts, problem.units)
     groups = decision.groups or tuple(range(config.pp))
-    found = places(problem, config, groups)
+    stage_places = places(problem, config, groups)
     recomputed = decision.recompute or ((),) * decision.stages
     offload = decision.offload or ((),) * decision.stages
     stages = [
         _stage(problem, config, place, bounds[s : s + 2], KeptLess(recomputed[s], offload[s]))
-        for s, place in enumerate(found)
+        for s, place in enumerate(stage_places)
     ]
     seconds = StageSeconds(*map(np.array, zip(*(stage.seconds for stage in stages), strict=True)))
     step = step_seconds(seconds, weights(problem, config), floor_seconds(problem, config))
@@ -142,7 +142,7 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
     held = dict.fromkeys(sorted(ranks), 0)
     for stage, rank in zip(stages, ranks, strict=True):
         held[rank] += stage.estimate.memory.peak
-    limits = {rank: found[ranks.index(rank)].group.memory for rank in held}
+    limits = {rank: stage_places[ranks.index(rank)].group.memory for rank in held}
     beyond = {rank: memory.excess(held[rank], limits[rank]) for rank in held}
     worst = max(beyond, key=lambda rank: beyond[rank])
     spent: dict[str, float] = defaultdict(float)
@@ -167,18 +167,18 @@ def settle(
     """The decision with these cuts and groups of devices; blocks run again as far as they must."""
     profile = profile_of(problem, config.dp, config.micro_batches)
     assert profile is not None, "a config has a profile"
-    of, numbers = tables(problem, profile), compositions(problem).number
-    kept = []
+    ranges, numbers = tables(problem, profile), compositions(problem).number
+    kept_less = []
     bounds = (0, *cuts, problem.units)
     for place, first, last in zip(
         places(problem, config, groups), bounds, bounds[1:], strict=False
     ):
-        own = numbers[first, last]
-        found = costs(problem, config, place, of.at(first, last), own)
+        number = numbers[first, last]
+        cheapest = costs(problem, config, place, ranges.at(first, last), number)
         sets = sets_of(problem, config, place)
-        kept.append(chosen(problem, first, last, sets, int(found.recomputed)))
+        kept_less.append(chosen(problem, first, last, sets, int(cheapest.recomputed)))
     return Decision(
-        config, cuts, tuple(k.again for k in kept), groups, tuple(k.offload for k in kept)
+        config, cuts, tuple(k.again for k in kept_less), groups, tuple(k.offload for k in kept_less)
     )
 
 
@@ -213,8 +213,8 @@ def _stage(
         sets = sets_of(problem, config, place)
         held = int(sets.largest[compositions(problem).number[first, last]])
     offloaded, moving = sum(away), sum(away[-2:])
-    kept = dropped + offloaded, held, moving
-    parts = memory.estimate(ranges, problem, place.shared(config), place.in_flight, *kept)
+    kept_less = dropped + offloaded, held, moving
+    parts = memory.estimate(ranges, problem, place.shared(config), place.in_flight, *kept_less)
     work = stage_work(problem, config, place, ranges)
     seconds = work.seconds(extra, offloaded)
     waits = [float(wait) for wait in work.gathering(extra)]
@@ -222,7 +222,7 @@ def _stage(
     transfers = float(work.between + work.within)
     forward, backward = float(ranges.forward[kind]), float(ranges.backward[kind])
     exchange = float(ranges.exchange[kind]) if ranges.exchange else 0.0
-    found = StageEstimate(
+    estimated = StageEstimate(
         first=first,
         last=last - 1,
         forward_seconds=forward + waits[0] + copies[0],
@@ -242,7 +242,7 @@ def _stage(
         kind=kind,
         in_parts=bool(ranges.parted > 0),
     )
-    return _ScoredStage(found, seconds)
+    return _ScoredStage(estimated, seconds)
 
 
 def _check(problem: Problem, decision: Decision) -> None:

@@ -103,15 +103,16 @@ class Pricing:
             short = np.ones_like(short)
         if not short.any():
             return as_it_is
-        some = anywhere.only(short)
-        least = self._of_way(place, some, 0)
+        lacking = anywhere.only(short)
+        least = self._of_way(place, lacking, 0)
         # Another way than the first can be better only for ranges that do not fit.
         for way in range(1, sets.ways.most):
-            found, there = self._of_way(place, some, way), sets.ways.numbers[some.numbers, way] >= 0
-            least = _nearer(found, least, place.room, there)
+            of_way = self._of_way(place, lacking, way)
+            has_way = sets.ways.numbers[lacking.numbers, way] >= 0
+            least = _nearer(of_way, least, place.room, has_way)
         arrays = [np.array(each) for each in as_it_is.arrays]
-        for whole, entries in zip(arrays, least.arrays, strict=True):
-            whole[short] = entries
+        for array, entries in zip(arrays, least.arrays, strict=True):
+            array[short] = entries
         return StageCosts.of(arrays)
 
     def _anywhere(self, place: StagePlace) -> _Anywhere:
@@ -124,29 +125,31 @@ class Pricing:
             fixed = memory.peak(memory.estimate(ranges, problem, alike.shared(config), 0))
             each, none = ranges.saved + ranges.received, sets.first(self._numbers)
             # Fixed by the user, the first set of blocks may run some again, or offload some.
-            free = sets.nothing_first and not sets.ways.bytes[_left(sets, self._numbers, 0)].any()
+            free = (
+                sets.nothing_first and not sets.ways.bytes[_staying(sets, self._numbers, 0)].any()
+            )
             made, seconds = ranges.made, work.seconds(0.0)
             self._known[alike] = _Anywhere(
                 self._numbers, work, fixed, each, made, seconds, none, free
             )
         return self._known[alike]
 
-    def _of_way(self, place: StagePlace, some: _Anywhere, way: int) -> StageCosts:
+    def _of_way(self, place: StagePlace, ranges: _Anywhere, way: int) -> StageCosts:
         """Costs of ranges under one way to offload, with the cheapest set of the other blocks."""
         sets = sets_of(self.problem, self.config, place)
-        left = _left(sets, some.numbers, way)
-        offloaded = sets.ways.bytes[left]
-        held, stays = self._holding(place, sets.largest[some.numbers])
-        held = np.maximum(held - some.made, 0)  # beyond what is made anyway
-        peaks = some.held(place) - stays * offloaded + sets.ways.moving[left]
-        missing = memory.excess(peaks, place.room)
-        missing = np.where(missing > 0, missing + held, 0)
-        recomputed = sets.cheapest(left, -(-missing // max(stays, 1)))
+        staying = _staying(sets, ranges.numbers, way)
+        offloaded = sets.ways.bytes[staying]
+        held, stays = self._holding(place, sets.largest[ranges.numbers])
+        held = np.maximum(held - ranges.made, 0)  # beyond what is made anyway
+        peaks = ranges.held(place) - stays * offloaded + sets.ways.moving[staying]
+        lacking = memory.excess(peaks, place.room)
+        lacking = np.where(lacking > 0, lacking + held, 0)
+        recomputed = sets.cheapest(staying, -(-lacking // max(stays, 1)))
         saves = sets.saved(recomputed)
         with_them = peaks - stays * saves + np.where(saves > 0, held, 0)
         # If nothing fits, the way that is nearest to fitting.
-        recomputed = np.where(with_them < peaks, recomputed, sets.first(left))
-        seconds = some.work.seconds(sets.spent(recomputed), offloaded)
+        recomputed = np.where(with_them < peaks, recomputed, sets.first(staying))
+        seconds = ranges.work.seconds(sets.spent(recomputed), offloaded)
         return StageCosts(seconds, np.minimum(with_them, peaks), recomputed)
 
 
@@ -190,32 +193,32 @@ class _Anywhere(NamedTuple):
 
     def only(self, wanted: NDArray[np.bool_]) -> _Anywhere:
         """The figures of some ranges, in a row."""
-        fixed, each, made = (whole[wanted] for whole in (self.fixed, self.each, self.made))
-        seconds = StageSeconds(*(whole[wanted] for whole in self.seconds))
+        fixed, each, made = (array[wanted] for array in (self.fixed, self.each, self.made))
+        seconds = StageSeconds(*(array[wanted] for array in self.seconds))
         work, none = self.work.only(wanted), self.none[wanted]
         numbers, free = self.numbers[wanted], self.first_is_nothing
         return _Anywhere(numbers, work, fixed, each, made, seconds, none, free)
 
 
-def _left(sets: RecomputeSets, numbers: Numbers, way: int) -> Numbers:
+def _staying(sets: RecomputeSets, numbers: Numbers, way: int) -> Numbers:
     """The compositions of the blocks that do not offload, under a way."""
-    left = sets.ways.numbers[numbers, way]
-    return np.where(left < 0, numbers, left)  # a range without such a way
+    compositions = sets.ways.numbers[numbers, way]
+    return np.where(compositions < 0, numbers, compositions)  # a range without such a way
 
 
 def _nearer(
-    found: StageCosts, least: StageCosts, room: int, there: NDArray[np.bool_]
+    of_way: StageCosts, least: StageCosts, room: int, has_way: NDArray[np.bool_]
 ) -> StageCosts:
     """For each range the better of two costs: the one that fits or is nearer to fitting; of two
     that are equal in this, the one with fewer seconds.
 
     Args:
-        there: whether a range has the first cost at all.
+        has_way: whether a range has the first cost at all.
     """
-    beyond, before = (np.maximum(memory.excess(c.peaks, room), 0) for c in (found, least))
-    shorter = found.seconds.whole < least.seconds.whole
-    better = there & ((beyond < before) | ((beyond == before) & shorter))
-    pairs = zip(found.arrays, least.arrays, strict=True)
+    beyond, before = (np.maximum(memory.excess(c.peaks, room), 0) for c in (of_way, least))
+    shorter = of_way.seconds.whole < least.seconds.whole
+    better = has_way & ((beyond < before) | ((beyond == before) & shorter))
+    pairs = zip(of_way.arrays, least.arrays, strict=True)
     return StageCosts.of([np.where(better, new, old) for new, old in pairs])
 
 

@@ -71,51 +71,53 @@ def offload_ways(problem: Problem, rows: int, kind: int, free: bool) -> Ways:
     Args:
         free: whether the planner may choose blocks; if not, only those asked for offload.
     """
-    made = compositions(problem)
+    composed = compositions(problem)
     left: list[Parts] = []
-    away = [(0,) * len(parts) for parts in made.parts]
-    bytes, moving = [0] * len(made.parts), [0] * len(made.parts)
+    away = [(0,) * len(parts) for parts in composed.parts]
+    bytes, moving = [0] * len(composed.parts), [0] * len(composed.parts)
     rowwise: list[list[int]] = []
-    for number, parts in enumerate(made.parts):
-        sizes = {part: _size(problem, made, rows, kind, part) for part in parts}
-        mine = []
-        for gone in _gone(problem, made, rows, kind, parts, free):
-            counts = tuple(gone.get(part, 0) for part in parts)
+    for number, parts in enumerate(composed.parts):
+        sizes = {part: _size(problem, composed, rows, kind, part) for part in parts}
+        row = []
+        for offloaded in _choices(problem, composed, rows, kind, parts, free):
+            counts = tuple(offloaded.get(part, 0) for part in parts)
             if not any(counts):
-                mine.append(number)
+                row.append(number)
                 continue
-            mine.append(len(away))
-            left.append(tuple((part, n - gone.get(part, 0)) for part, n in parts.items()))
+            row.append(len(away))
+            left.append(tuple((part, n - offloaded.get(part, 0)) for part, n in parts.items()))
             away.append(counts)
-            bytes.append(sum(sizes[part] * n for part, n in gone.items()))
-            largest = sorted(size for part, n in gone.items() for size in [sizes[part]] * min(n, 2))
+            bytes.append(sum(sizes[part] * n for part, n in offloaded.items()))
+            largest = sorted(
+                size for part, n in offloaded.items() for size in [sizes[part]] * min(n, 2)
+            )
             moving.append(sum(largest[-2:]))
-        rowwise.append(mine)
+        rowwise.append(row)
     numbers = np.full((len(rowwise), max(map(len, rowwise))), -1, np.int64)
-    for number, mine in enumerate(rowwise):
-        numbers[number, : len(mine)] = mine
+    for number, row in enumerate(rowwise):
+        numbers[number, : len(row)] = row
     return Ways(
         tuple(left), numbers, tuple(away), np.array(bytes, np.int64), np.array(moving, np.int64)
     )
 
 
-def _gone(
+def _choices(
     problem: Problem,
-    made: Compositions,
+    composed: Compositions,
     rows: int,
     kind: int,
     parts: Mapping[BlockPart, int],
     free: bool,
 ) -> Iterator[dict[BlockPart, int]]:
     """How many blocks of each part offload, way by way."""
-    asked = problem.constraints.offload
-    if asked is not None or not free:
-        fixed = {*(asked or ())}
-        yield {part: n for part, n in parts.items() if made.classes.firsts[part.kind] in fixed}
+    requested = problem.constraints.offload
+    if requested is not None or not free:
+        fixed = {*(requested or ())}
+        yield {part: n for part, n in parts.items() if composed.classes.firsts[part.kind] in fixed}
         return
 
-    whole = {*made.classes.wholes}
-    may = [p for p in parts if p in whole and _size(problem, made, rows, kind, p) > 0]
+    wholes = {*composed.classes.wholes}
+    may = [p for p in parts if p in wholes and _size(problem, composed, rows, kind, p) > 0]
     if prod(parts[part] + 1 for part in may) <= MOST_WAYS + 1:
         for counts in product(*(range(parts[part] + 1) for part in may)):
             yield dict(zip(may, counts, strict=True))
@@ -123,19 +125,19 @@ def _gone(
 
     def price(part: BlockPart) -> float:
         """Seconds a byte of running all of a block again."""
-        size, seconds = figures(problem, rows, kind, made.classes.firsts[part.kind], part[1:])
+        size, seconds = figures(problem, rows, kind, composed.classes.firsts[part.kind], part[1:])
         return seconds / size
 
-    row = [part for part in sorted(may, key=price, reverse=True) for _ in range(parts[part])]
-    ways = min(len(row), MOST_WAYS)
+    by_price = [part for part in sorted(may, key=price, reverse=True) for _ in range(parts[part])]
+    ways = min(len(by_price), MOST_WAYS)
     for way in range(ways + 1):
-        going = row[: way * len(row) // ways]
-        yield {part: going.count(part) for part in dict.fromkeys(going)}
+        offloaded = by_price[: way * len(by_price) // ways]
+        yield {part: offloaded.count(part) for part in dict.fromkeys(offloaded)}
 
 
-def _size(problem: Problem, made: Compositions, rows: int, kind: int, part: BlockPart) -> int:
+def _size(problem: Problem, composed: Compositions, rows: int, kind: int, part: BlockPart) -> int:
     """Bytes that a part of a block keeps and no other block reads."""
-    return figures(problem, rows, kind, made.classes.firsts[part.kind], part[1:])[0]
+    return figures(problem, rows, kind, composed.classes.firsts[part.kind], part[1:])[0]
 
 
 def spread(many: int, of: int) -> tuple[int, ...]:

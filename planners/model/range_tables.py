@@ -76,23 +76,23 @@ class Tables:
     def at(self, first: ArrayLike, end: ArrayLike) -> Tables:
         """The ranges [first, end), two index arrays of one shape, which the fields then have."""
         index = np.asarray(first), np.asarray(end)
-        return self._each(lambda whole: whole[index])
+        return self._each(lambda table: table[index])
 
-    def some(self, which: Ranges) -> Tables:
+    def rectangle(self, ranges: Ranges) -> Tables:
         """The ranges of a rectangle of the table, in its shape."""
-        return self._each(lambda whole: whole[which])
+        return self._each(lambda table: table[ranges])
 
     def only(self, wanted: NDArray[np.bool_]) -> Tables:
         """Some of these ranges, in a row."""
-        return self._each(lambda whole: whole[wanted])
+        return self._each(lambda table: table[wanted])
 
     def _each(self, select: Callable[[NDArray[Any]], NDArray[Any]]) -> Tables:
         """These tables with a function applied to every array."""
 
-        def of(whole: tuple[Times, ...] | NDArray[Any]) -> object:
-            if isinstance(whole, tuple):
-                return tuple(np.asarray(select(kind)) for kind in whole)
-            return np.asarray(select(whole))
+        def of(table: tuple[Times, ...] | NDArray[Any]) -> object:
+            if isinstance(table, tuple):
+                return tuple(np.asarray(select(kind)) for kind in table)
+            return np.asarray(select(table))
 
         return Tables(*(of(getattr(self, field.name)) for field in fields(self)))  # type: ignore[arg-type]
 
@@ -118,7 +118,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
     units, crossings = problem.units, profile.crossings
     returning = tuple(crossing for crossing in crossings if crossing.gradient)
     dividing, dividing_back = (tuple(c for c in way if c.divides) for way in (crossings, returning))
-    held = _of_states(
+    trainable, frozen, constants, copies, block, opening, closing, tied, largest = _of_states(
         units,
         problem.parameters,
         problem.frozen,
@@ -133,17 +133,17 @@ def _tables(problem: Problem, rows: int) -> Tables:
         backward=tuple(map(_prefix, profile.backward)),
         earlier=_earlier(tuple(map(min, zip(*profile.backward, strict=True)))),
         exchange=tuple(map(_prefix, profile.exchange)),
-        trainable=held[0],
-        frozen=held[1],
-        constants=held[2],
-        copies=held[3],
-        summed=held[0] - held[3] if problem.low_gradients else held[0],
-        block=held[4],
-        opening=held[5],
-        closing=held[6],
-        tied=held[7],
-        largest=held[8],
-        added=held[8] * (not profile.made),
+        trainable=trainable,
+        frozen=frozen,
+        constants=constants,
+        copies=copies,
+        summed=trainable - copies if problem.low_gradients else trainable,
+        block=block,
+        opening=opening,
+        closing=closing,
+        tied=tied,
+        largest=largest,
+        added=largest * (not profile.made),
         saved=saved,
         made=_made(profile.made or (0,) * units, saved),
         passing=_largest(profile.passing or (0,) * units),
@@ -182,8 +182,8 @@ def _of_states(
     block = np.zeros((units + 1, units + 1), dtype=np.int64)
     tied, tied_copies = (*parameters, *frozen), copies
     for first, stop in (*blocks, *((unit, unit + 1) for unit in range(units))):
-        size, tied = _taken(tied, first, stop)
-        low, tied_copies = _taken(tied_copies, first, stop)
+        size, tied = _exclusive(tied, first, stop)
+        low, tied_copies = _exclusive(tied_copies, first, stop)
         having = block[:stop, first + 1 :]  # the ranges [i, j) with i < stop and j > first
         np.maximum(having, size - low, out=having)
     every = (parameters, frozen, constants, copies)
@@ -215,11 +215,11 @@ def _edges(
     return np.triu(opening, 1), np.triu(closing, 1)
 
 
-def _taken(items: tuple[Shared, ...], first: int, stop: int) -> tuple[int, tuple[Shared, ...]]:
+def _exclusive(items: tuple[Shared, ...], first: int, stop: int) -> tuple[int, tuple[Shared, ...]]:
     """Bytes of the items that only the units [first, stop) use, and the other items."""
-    own = {item for item in items if first <= item.units[0] and item.units[-1] < stop}
-    rest = tuple(item for item in items if item not in own)
-    return sum(item.bytes for item in items if item in own), rest
+    alone = {item for item in items if first <= item.units[0] and item.units[-1] < stop}
+    rest = tuple(item for item in items if item not in alone)
+    return sum(item.bytes for item in items if item in alone), rest
 
 
 def _prefix(seconds: Seconds) -> Times:
@@ -234,10 +234,10 @@ def _earlier(seconds: Seconds) -> Times:
 
 def _largest(sizes: Sequence[int]) -> Bytes:
     """The largest of the sizes in each range."""
-    found = np.zeros((len(sizes) + 1, len(sizes) + 1), dtype=np.int64)
+    largest = np.zeros((len(sizes) + 1, len(sizes) + 1), dtype=np.int64)
     for first in range(len(sizes)):
-        found[first, first + 1 :] = np.maximum.accumulate(sizes[first:])
-    return found
+        largest[first, first + 1 :] = np.maximum.accumulate(sizes[first:])
+    return largest
 
 
 def _made(sizes: Sequence[int], saved: Bytes) -> Bytes:
@@ -247,10 +247,10 @@ def _made(sizes: Sequence[int], saved: Bytes) -> Bytes:
     """
     units = len(sizes)
     beyond = np.array(sizes, dtype=np.int64)[:, None] - saved[1:]
-    there = np.arange(units)[:, None] < np.arange(units + 1)  # by unit, and end of the range
-    found = np.zeros_like(saved)
-    found[:-1] = np.maximum.accumulate(np.where(there, beyond, 0)[::-1])[::-1]
-    return np.maximum(found, 0)
+    earlier = np.arange(units)[:, None] < np.arange(units + 1)  # by unit, and end of the range
+    made = np.zeros_like(saved)
+    made[:-1] = np.maximum.accumulate(np.where(earlier, beyond, 0)[::-1])[::-1]
+    return np.maximum(made, 0)
 
 
 def _fill(units: int, rectangles: Iterable[_Rectangle]) -> Bytes:

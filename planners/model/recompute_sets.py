@@ -148,13 +148,13 @@ class RecomputeSets:
         saved, spent, keys = [self._saved], [self._spent], [self._keys]
         end = len(self._saved)
         for composition in new:
-            found = self._of_each[composition] = self._make(composition)
+            sets = self._of_each[composition] = self._make(composition)
             turn = len(self._of_each)
             self._begins[composition], self._turns[composition] = end, turn
-            end += len(found.saved)
-            saved.append(found.saved)
-            spent.append(found.spent)
-            keys.append(turn * self._reach + found.saved)
+            end += len(sets.saved)
+            saved.append(sets.saved)
+            spent.append(sets.spent)
+            keys.append(turn * self._reach + sets.saved)
         self._saved, self._spent, self._keys = map(np.concatenate, (saved, spent, keys))
 
 
@@ -171,8 +171,8 @@ def recompute_sets(
             user has fixed do.
     """
     ways = offload_ways(problem, rows, kind, offloading)
-    made, fixed = compositions(problem), problem.constraints.recompute
-    every = (*(tuple(parts.items()) for parts in made.parts), *ways.left)
+    composed, fixed = compositions(problem), problem.constraints.recompute
+    every = (*(tuple(parts.items()) for parts in composed.parts), *ways.left)
 
     @cache
     def sets(parts: Parts) -> Sets:
@@ -184,8 +184,8 @@ def recompute_sets(
         """What the last of `sets` saves and costs: of each part the last is in it."""
         if not parts:
             return 0, 0.0
-        (saved, spent), own = most(parts[:-1]), of_equal(*parts[-1])
-        return saved + int(own.saved[-1]), spent + float(own.spent[-1])
+        (saved, spent), last = most(parts[:-1]), of_equal(*parts[-1])
+        return saved + int(last.saved[-1]), spent + float(last.spent[-1])
 
     @cache
     def of_equal(part: BlockPart, count: int) -> Sets:
@@ -194,28 +194,28 @@ def recompute_sets(
     @cache
     def options(part: BlockPart) -> tuple[Option, ...]:
         """What each of a part's levels saves and costs; one that must not be saves nothing."""
-        block = made.classes.firsts[part.kind]
-        found = []
+        block = composed.classes.firsts[part.kind]
+        choices = []
         for level in part_levels(problem, part):
             size, seconds = figures(problem, rows, kind, block, part[1:], level)
             always = fixed is not None and Again(block, level) in fixed
             may = always if fixed is not None else free
-            found.append(Option(size if may else 0, seconds, always))
-        return tuple(found)
+            choices.append(Option(size if may else 0, seconds, always))
+        return tuple(choices)
 
     @cache
     def largest(part: BlockPart) -> int:
-        return max(one.size for one in options(part))
+        return max(option.size for option in options(part))
 
-    there = {part for parts in every for part, _ in parts}
-    given = any(o.always or o.size > 0 >= o.seconds for part in there for o in options(part))
-    last = list(map(most, every))
+    present = {part for parts in every for part, _ in parts}
+    any_useful = any(o.always or o.size > 0 >= o.seconds for part in present for o in options(part))
+    ends = list(map(most, every))
     return RecomputeSets(
         np.array([max((largest(p) for p, _ in parts), default=0) for parts in every], np.int64),
         ways,
-        np.array([saved for saved, _ in last], np.int64),
-        np.array([spent for _, spent in last]),
-        not given,
+        np.array([saved for saved, _ in ends], np.int64),
+        np.array([spent for _, spent in ends]),
+        not any_useful,
         lambda composition: sets(every[composition]),
     )
 
@@ -233,17 +233,18 @@ def chosen(problem: Problem, first: int, last: int, sets: RecomputeSets, number:
 
     Among equal parts, those that offload are spread out; of the others the first ones save most.
     """
-    made = compositions(problem)
-    there: dict[BlockPart, list[int]] = {p: [] for p in made.parts[made.number[first, last]]}
+    composed = compositions(problem)
+    parts = composed.parts[composed.number[first, last]]
+    members: dict[BlockPart, list[int]] = {part: [] for part in parts}
     for block, (start, stop) in enumerate(problem.recomputable):
         if start < last and stop > first:
-            there[made.classes.part(problem, block, first, last)].append(block)
+            members[composed.classes.part(problem, block, first, last)].append(block)
     columns, away = iter(sets.counts(number)), sets.ways.away[number // PLACES]
     again, offload = list[Again](), list[int]()
-    for (part, blocks), gone in zip(there.items(), away, strict=True):
-        going = [blocks[place] for place in spread(gone, len(blocks))]
-        staying = [block for block in blocks if block not in going]
+    for (part, blocks), n in zip(members.items(), away, strict=True):
+        offloading = [blocks[place] for place in spread(n, len(blocks))]
+        staying = [block for block in blocks if block not in offloading]
         levels = [level for level in part_levels(problem, part) for _ in range(next(columns))]
         again += map(Again, staying, reversed(levels))
-        offload += going
+        offload += offloading
     return KeptLess(tuple(sorted(again)), tuple(sorted(offload)))

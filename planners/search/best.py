@@ -251,21 +251,21 @@ def _near_to_fitting(problem: Problem, choice: Choice, looked: _Looked) -> Mappi
     config is not searched if it would not fit even on devices larger by what the nearest lacks.
     """
     near = dict(looked.scored)
-    lacking = min((found.estimate.overflow for found in near.values()), default=None)
+    lacking = min((scored.estimate.overflow for scored in near.values()), default=None)
     for config in sorted(looked.too_full, key=lambda config: looked.too_full[config]):
         if lacking is None or not ruled_out(problem, config, more=lacking):
-            near[config] = found = _score(problem, choice(problem, config))
-            lacks = found.estimate.overflow
+            near[config] = scored = _score(problem, choice(problem, config))
+            lacks = scored.estimate.overflow
             lacking = lacks if lacking is None else min(lacks, lacking)
     return near
 
 
 def _nearest_of_rest(looked: _Looked, untried: Iterable[Config]) -> Iterable[Config]:
     """For each mesh without another result, the config that is nearest to having room."""
-    told = {config[:2] for config in (*looked.scored, *untried)}
+    listed = {config[:2] for config in (*looked.scored, *untried)}
     nearest: dict[PipelineDegrees, Config] = {}
     for config in sorted(looked.too_full, key=lambda config: looked.too_full[config]):
-        if config[:2] not in told:
+        if config[:2] not in listed:
             nearest.setdefault(config[:2], config)
     return nearest.values()
 
@@ -282,13 +282,13 @@ def _without_limit(
     for config in order[:MOST_TRIED]:
         if least[config] >= step * (1 - VISIBLE):
             break
-        found = _score(roomy, choice(roomy, config))
-        if found.estimate.step_seconds < step * (1 - VISIBLE):
-            best, step = found, found.estimate.step_seconds
+        scored = _score(roomy, choice(roomy, config))
+        if scored.estimate.step_seconds < step * (1 - VISIBLE):
+            best, step = scored, scored.estimate.step_seconds
     return best
 
 
-def beside(answer: Answer, others: Mapping[int, Answer | Outdone]) -> Answer:
+def with_other_degrees(answer: Answer, others: Mapping[int, Answer | Outdone]) -> Answer:
     """A degree's answer with the best of other tensor-parallel degrees among its alternatives.
 
     Args:

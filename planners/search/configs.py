@@ -213,28 +213,28 @@ def _check_turns(problem: Problem) -> None:
     asked, machine = problem.constraints, problem.machine
     if not asked.turns:
         return
-    words = f"turns={','.join(map(str, asked.turns))} was asked for"
+    turns = f"turns={','.join(map(str, asked.turns))} was asked for"
     if min(asked.turns) < 1:
-        raise InfeasibleError(f"{words}, and each stage has a rank at least")
+        raise InfeasibleError(f"{turns}, and each stage has a rank at least")
     if asked.pp not in (None, sum(asked.turns)):
         raise InfeasibleError(
-            f"{words}, which are {sum(asked.turns)} ranks of a pipeline, and pp={asked.pp}",
+            f"{turns}, which are {sum(asked.turns)} ranks of a pipeline, and pp={asked.pp}",
             hint="leave out pp, or give turns that make as many ranks",
         )
     if asked.schedule not in (None, TAKES_TURNS):
         raise InfeasibleError(
-            f"{words}, and the schedule {asked.schedule}", hint=f"the schedule {TAKES_TURNS}"
+            f"{turns}, and the schedule {asked.schedule}", hint=f"the schedule {TAKES_TURNS}"
         )
     if not machine.alike:
         raise InfeasibleError(
-            f"{words}, and devices differ: ranks that take turns are to be alike",
+            f"{turns}, and devices differ: ranks that take turns are to be alike",
             hint="leave out turns, or plan for devices of one kind and memory",
         )
     if min(problem.zeros) > 1:
-        raise InfeasibleError(f"{words}, and zero={problem.zeros[0]}", hint="zero 0 or 1")
+        raise InfeasibleError(f"{turns}, and zero={problem.zeros[0]}", hint="zero 0 or 1")
     if asked.micro_batches is not None and asked.micro_batches < max(asked.turns):
         raise InfeasibleError(
-            f"{words}, and micro_batches={asked.micro_batches}: each rank that takes turns at a "
+            f"{turns}, and micro_batches={asked.micro_batches}: each rank that takes turns at a "
             "stage needs one",
             hint=f"micro_batches of at least {max(asked.turns)}",
         )
@@ -246,17 +246,17 @@ def _check_devices(problem: Problem) -> None:
     if pp * dp <= devices:
         return
     ranks = pp if asked.turns else asked.pp
-    words = [f"{name}={n}" for name, n in (("pp", ranks), ("dp", asked.dp)) if n is not None]
+    degrees = [f"{name}={n}" for name, n in (("pp", ranks), ("dp", asked.dp)) if n is not None]
     if tp > 1:
-        words.append(f"tp={tp}")
-    hint = "leave out pp or dp, and the other one follows" if len(words) > 1 else None
+        degrees.append(f"tp={tp}")
+    hint = "leave out pp or dp, and the other one follows" if len(degrees) > 1 else None
     spare = problem.machine.spare
-    found = f"{problem.machine.existing}" + (
+    devices_found = f"{problem.machine.existing}" + (
         f", of which tp={tp} leaves {spare} idle" if spare else ""
     )
     raise InfeasibleError(
-        f"{' '.join(words)} needs {pp * dp * tp} devices, found {found}",
-        hint=hint or f"{words[0].split('=')[0]} of at most {devices}",
+        f"{' '.join(degrees)} needs {pp * dp * tp} devices, found {devices_found}",
+        hint=hint or f"{degrees[0].split('=')[0]} of at most {devices}",
     )
 
 

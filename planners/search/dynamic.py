@@ -150,27 +150,27 @@ def costing(problem: Problem, config: Config, objective: Objective) -> Callable[
 
     @cache
     def of(first: bool, last: bool) -> CostsAt:
-        which = _ranges(first, last)
-        return objective.pricing(problem, config, ranges.some(which), numbers[which])
+        ranges_of = _ranges(first, last)
+        return objective.pricing(problem, config, ranges.rectangle(ranges_of), numbers[ranges_of])
 
     @cache
     def priced(place: StagePlace, first: bool = False, last: bool = False) -> Priced:
-        which = _ranges(first, last)
-        found = of(first, last)(place)
-        beyond = memory.excess(found.peaks, place.room)
-        misfit = (beyond > 0) | empty[which]
+        held_ranges = _ranges(first, last)
+        costs = of(first, last)(place)
+        beyond = memory.excess(costs.peaks, place.room)
+        misfit = (beyond > 0) | empty[held_ranges]
 
-        def among_all(some: NDArray[Any], other: float) -> NDArray[Any]:
-            every = np.full(empty.shape, other, some.dtype)
-            every[which] = some
-            return every
+        def among_all(values: NDArray[Any], elsewhere: float) -> NDArray[Any]:
+            matrix = np.full(empty.shape, elsewhere, values.dtype)
+            matrix[held_ranges] = values
+            return matrix
 
         return (
-            among_all(np.where(misfit, np.inf, found.seconds.whole), np.inf),
-            among_all(np.where(misfit, np.inf, found.seconds.period), np.inf),
-            among_all(found.seconds.exposed, np.inf),
-            among_all(np.where(empty[which], np.inf, beyond), np.inf),
-            among_all(found.recomputed, 0),
+            among_all(np.where(misfit, np.inf, costs.seconds.whole), np.inf),
+            among_all(np.where(misfit, np.inf, costs.seconds.period), np.inf),
+            among_all(costs.seconds.exposed, np.inf),
+            among_all(np.where(empty[held_ranges], np.inf, beyond), np.inf),
+            among_all(costs.recomputed, 0),
             keeping_less.sets_of(problem, config, place),
         )
 

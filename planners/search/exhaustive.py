@@ -164,8 +164,8 @@ class _StageRanges:
         ranges = arriving(tables(problem, profile), problem, config, place)
         kind, work = place.group.kind, stage_work(problem, config, place, ranges)
         self._sets = _sets(problem, config, place)
-        may = {again for blocks in self._sets for again in blocks}
-        saves = {again: _parts(problem, profile.rows, kind, again) for again in may}
+        allowed = {again for blocks in self._sets for again in blocks}
+        saves = {again: _parts(problem, profile.rows, kind, again) for again in allowed}
         nothing = np.zeros_like(ranges.saved)
         running = [saved for (_, level), (saved, _) in saves.items() if level != AWAY]
         largest = np.max([nothing, *running], axis=0)
@@ -177,19 +177,21 @@ class _StageRanges:
             dropped, offloaded = sum((saved for saved, _ in again), nothing), away.sum(axis=0)
             extra = sum((spent for _, spent in again), np.zeros_like(ranges.earlier))
             held, moving = np.where(dropped > 0, largest, 0), away[-2:].sum(axis=0)
-            less = dropped + offloaded, held, moving
+            kept_less = dropped + offloaded, held, moving
             shared = place.shared(config)
-            peaks = memory.peak(memory.estimate(ranges, problem, shared, place.in_flight, *less))
+            peaks = memory.peak(
+                memory.estimate(ranges, problem, shared, place.in_flight, *kept_less)
+            )
             beyond = np.maximum(memory.excess(peaks, place.room), 0)
-            mine = *work.seconds(extra, offloaded), beyond
+            costs = *work.seconds(extra, offloaded), beyond
             if best is None:
-                best = mine
+                best = costs
                 continue
             closer = beyond < best[-1]
-            cheaper = (beyond == best[-1]) & (mine[0] < best[0])
-            taken = closer | cheaper
-            best = tuple(np.where(taken, new, old) for new, old in zip(mine, best, strict=True))  # type: ignore[assignment]
-            self._chosen = np.where(taken, number, self._chosen)
+            cheaper = (beyond == best[-1]) & (costs[0] < best[0])
+            better = closer | cheaper
+            best = tuple(np.where(better, new, old) for new, old in zip(costs, best, strict=True))  # type: ignore[assignment]
+            self._chosen = np.where(better, number, self._chosen)
         assert best is not None, "there is the empty set"
         self.whole, self.period, self.exposed, self.beyond = best
 
@@ -199,10 +201,10 @@ class _StageRanges:
             (again, self._problem.recomputable[again.block])
             for again in self._sets[int(self._chosen[first, last])]
         ]
-        there = [again for again, (start, stop) in spans if start < last and stop > first]
+        in_range = [again for again, (start, stop) in spans if start < last and stop > first]
         return KeptLess(
-            tuple(again for again in there if again.level != AWAY),
-            tuple(again.block for again in there if again.level == AWAY),
+            tuple(again for again in in_range if again.level != AWAY),
+            tuple(again.block for again in in_range if again.level == AWAY),
         )
 
 
@@ -213,8 +215,8 @@ def _sets(problem: Problem, config: Config, place: StagePlace) -> list[Blocks]:
     if asked.recompute is not None or splits(problem, config.schedule):
         return [(*(asked.recompute or ()), *away)]
     free = _subsets(_levels(problem, away=may_offload(problem, place)))
-    gone = {block for block, _ in away}
-    return [(*blocks, *away) for blocks in free if gone.isdisjoint(block for block, _ in blocks)]
+    offloaded = {block for block, _ in away}
+    return [(*blocks, *away) for blocks in free if offloaded.isdisjoint(b for b, _ in blocks)]
 
 
 def _levels(problem: Problem, *, away: bool) -> list[tuple[int, ...]]:
@@ -224,7 +226,7 @@ def _levels(problem: Problem, *, away: bool) -> list[tuple[int, ...]]:
         away: whether `AWAY`, to offload, is among them.
     """
     between = problem.profiles[0].levels or ((),) * len(problem.recomputable)
-    return [(WHOLE, *range(len(own)), *[AWAY] * away) for own in between]
+    return [(WHOLE, *range(len(levels)), *[AWAY] * away) for levels in between]
 
 
 def _subsets(levels: Sequence[tuple[int, ...]]) -> Iterator[Blocks]:

@@ -107,7 +107,7 @@ def _configs(problem: Problem, step: float, mesh: PipelineDegrees | None) -> lis
     if not free or asked.schedule not in (None, TAKES_TURNS) or not machine.alike:
         return []
     zeros = [zero for zero in problem.zeros if zero <= 1]
-    found = [
+    possible = [
         Config(ranks, dp, m, zero, TAKES_TURNS)
         for ranks in range(3, min(MOST_RANKS, machine.devices) + 1)
         for dp in [machine.devices // ranks]
@@ -116,7 +116,7 @@ def _configs(problem: Problem, step: float, mesh: PipelineDegrees | None) -> lis
         if m > 1
         for zero in zeros[:1] + zeros[-1:]
     ]
-    bounds = {config: bound(problem, config) for config in found}
+    bounds = {config: bound(problem, config) for config in possible}
     likely = [config for config in bounds if bounds[config] < step * (1 - VISIBLE)]
     return sorted(likely, key=lambda config: bounds[config])[:MOST_CONFIGS]
 

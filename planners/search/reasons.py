@@ -50,7 +50,7 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
         roomy: the best decision if devices held everything, if that is faster.
     """
     reasons = []
-    decision, found = best
+    decision, estimate = best
     config = decision.config
     used = config.pp * config.dp * problem.tp
     machine, asked = problem.machine, problem.constraints
@@ -65,25 +65,25 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
             why = f"as a batch of {count(problem.batch, 'row')} is no faster on more"
         reasons.append(f"{idle} of {devices} devices stay{'s' if idle == 1 else ''} idle, {why}")
     if roomy is not None:
-        gain = percent(1 - roomy.estimate.step_seconds / found.step_seconds)
-        limit = Amount(found.limit).of(found.limit)
+        gain = percent(1 - roomy.estimate.step_seconds / estimate.step_seconds)
+        limit = Amount(estimate.limit).of(estimate.limit)
         reasons.append(
             f"memory: without the limit of {limit}, {roomy.decision.config} would be {gain} faster"
         )
 
-    seconds = [stage.period for stage in found.stages]
+    seconds = [stage.period for stage in estimate.stages]
     slowest = max(range(decision.stages), key=lambda s: seconds[s])
     mean = sum(seconds) / len(seconds)
     entry = ranks_of(problem, config)[slowest] if config.turns else slowest
     pace = f"stage {entry} sets the pace with {numbers.seconds(seconds[slowest])} a micro-batch"
-    own = found.stages[slowest]
-    if own.transfer_seconds and own.period > own.forward_seconds + own.backward_seconds:
+    stage = estimate.stages[slowest]
+    if stage.transfer_seconds and stage.period > stage.forward_seconds + stage.backward_seconds:
         pace += ", transfers and all"
     if config.pp > 1 and mean > 0:
         pace += f", {percent(seconds[slowest] / mean - 1)} above the mean stage"
-    reduce = found.spent["reducing gradients"]
-    if reduce > VISIBLE * found.step_seconds:
-        pace += f"; reducing its gradients takes {percent(reduce / found.step_seconds)}"
+    reduce = estimate.spent["reducing gradients"]
+    if reduce > VISIBLE * estimate.step_seconds:
+        pace += f"; reducing its gradients takes {percent(reduce / estimate.step_seconds)}"
     return "; ".join((*reasons, pace))
 
 
@@ -100,10 +100,10 @@ def nothing_fits(
         heuristic: the planner's name if it may have missed a plan that fits.
     """
     nearest = min(scored, key=lambda s: s.estimate.overflow)
-    found = nearest.estimate
-    needing, held = fullest(found)
-    amount = Amount(found.limit)
-    in_flight = max(found.stages[stage].in_flight for stage in found.worst)
+    estimate = nearest.estimate
+    needing, held = fullest(estimate)
+    amount = Amount(estimate.limit)
+    in_flight = max(estimate.stages[stage].in_flight for stage in estimate.worst)
     flying = count(in_flight, "micro-batch", "micro-batches")
     kind = f"{heuristic} plan" if heuristic else "plan"
     what = "devices" if problem.constraints.memory is None else "a memory limit"
@@ -113,14 +113,14 @@ def nothing_fits(
     of_tp = f" tp={problem.tp}" if problem.tp > 1 else ""
     again = " with blocks run again" if any(nearest.decision.recompute) else ""
     return NothingFits(
-        f"no {kind} fits {amount.of(found.limit)} a device: nearest is "
+        f"no {kind} fits {amount.of(estimate.limit)} a device: nearest is "
         f"{nearest.decision.config}{of_tp}{again}, whose {needing} {amount.of(held.peak)}, "
-        f"{numbers.memory(found.overflow)} too many ({listed}).",
+        f"{numbers.memory(estimate.overflow)} too many ({listed}).",
         lambda: [*([Help(EXACT)] if heuristic else []), *changes.that_help()],
         changes.more_devices,
         f"{what} of {amount.ceiling(held.peak)}",
         problem.tp,
-        found.overflow,
+        estimate.overflow,
     )
 
 

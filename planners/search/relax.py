@@ -80,13 +80,13 @@ class Relaxations:
     def more_devices(self, fewer_than: int | None = None) -> Help | None:
         """As few more devices as are enough; None: there are none, the mesh is as asked for, or
         they are no fewer than so many."""
-        asked, own = self.problem.constraints, self.problem.machine
+        asked, machine = self.problem.constraints, self.problem.machine
         if asked.pp is not None and asked.dp is not None:
             return None
-        most = (MOST_MORE - 1) * own.devices
+        most = (MOST_MORE - 1) * machine.devices
         tries = [2**n for n in range(most.bit_length())]
         if fewer_than is not None:  # if the largest such number is too few, so are all
-            most = min(most, (fewer_than - 1 - own.existing) // own.streams)
+            most = min(most, (fewer_than - 1 - machine.existing) // machine.streams)
             tries = [most] if most > 0 else []
         few = 0
         for enough in tries:
@@ -118,8 +118,8 @@ class Relaxations:
         longer = 0.0
         if unlimited is not None:
             longer = best.estimate.step_seconds / unlimited.estimate.step_seconds - 1
-        said = [_said(name, best.decision, changed) for name in names]
-        return Help(_together(said), longer, devices)
+        descriptions = [_described(name, best.decision, changed) for name in names]
+        return Help(_together(descriptions), longer, devices)
 
     @cached_property
     def _unlimited(self) -> Scored | None:
@@ -181,7 +181,7 @@ def _degree(name: str, decision: Decision, problem: Problem) -> Any:
     return getattr(decision.config, name)
 
 
-def _said(name: str, decision: Decision, problem: Problem) -> str:
+def _described(name: str, decision: Decision, problem: Problem) -> str:
     """The change in words, with the planner's values."""
     config = decision.config
     match name:

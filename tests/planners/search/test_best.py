@@ -11,7 +11,7 @@ from autopipe.errors import InfeasibleError
 from autopipe.planners.model.devices import Machine
 from autopipe.planners.model.estimate import estimate
 from autopipe.planners.model.problem import Config, Constraints, Decision, Problem
-from autopipe.planners.search.best import Answer, Outdone, beside, best_answer
+from autopipe.planners.search.best import Answer, Outdone, best_answer, with_other_degrees
 from autopipe.planners.search.bound import bound
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.dynamic import choose
@@ -196,7 +196,7 @@ def test_an_outdone_degree_is_told_by_its_bound() -> None:
     step = best.estimate.step_seconds
     outdone = Outdone(Config(1, 1, 1, 0, "1f1b"), 1.5 * step, None)
     nowhere = Outdone(None, float("inf"), None)
-    found = beside(best, {2: outdone, 4: nowhere})
+    found = with_other_degrees(best, {2: outdone, 4: nowhere})
     (told,) = [a for a in found.alternatives if a.tp > 1]
     assert (told.tp, told.step_seconds, told.why) == (2, None, "at least 50 % slower, by its bound")
 
@@ -209,7 +209,7 @@ def test_the_best_of_other_degrees_stands_among_the_alternatives() -> None:
         tp: PLANNERS["dynamic"](line((1.0 + tp,) * 4, parameter=0, constraints=problem.constraints))
         for tp in (2, 4)
     }
-    found = beside(best, slower)
+    found = with_other_degrees(best, slower)
     assert (found.decision, found.bound_seconds) == (best.decision, best.bound_seconds)
     first, second, *rest = found.alternatives
     assert [(a.tp, a.step_seconds) for a in (first, second)] == [(2, 30), (4, 50)]
