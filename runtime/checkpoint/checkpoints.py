@@ -99,7 +99,7 @@ class Checkpoints:
             CheckpointError: the checkpoint is of another model or optimizer, or none is whole.
         """
         paths = self._from_first(self._offered)
-        told = []
+        damaged = []
         for number, path in enumerate(paths):
             stored, error = None, None
             try:
@@ -107,27 +107,29 @@ class Checkpoints:
                 restore(content, stored)
             except (AutopipeError, OSError) as raised:
                 error = raised
-            mine = None
+            failure = None
             if error is not None:
                 hint = getattr(error, "hint", None) or ""
-                mine = isinstance(error, _DAMAGE), _told(error), hint
-            wrong = sorted(one for one in self._everyone(mine) if one is not None)
+                failure = isinstance(error, _DAMAGE), _described(error), hint
+            wrong = sorted(each for each in self._everyone(failure) if each is not None)
             if not wrong:
                 assert stored is not None
                 if self._place.rank == 0:
-                    for damaged_one in paths[:number]:
-                        folders.set_aside(damaged_one)
+                    for damaged_path in paths[:number]:
+                        folders.set_aside(damaged_path)
                 return Loaded(path, stored.step, values(stored, self._place.dp, self._plan.mesh.dp))
-            damaged, sentence, hint = wrong[0]  # errors other than damage come first: False < True
-            if not damaged:
+            # Errors other than damage come first: False < True.
+            is_damage, sentence, hint = wrong[0]
+            if not is_damage:
                 raise CheckpointError(sentence, hint=hint or None)
-            told.append(sentence)
-            rest = paths[number + 1 :]
-            instead = f"{rest[0].name} is used instead" if rest else "there is no earlier one"
+            damaged.append(sentence)
+            older = paths[number + 1 :]
+            instead = f"{older[0].name} is used instead" if older else "there is no earlier one"
             self._say(f"{sentence}; {instead}")
-        if told:
+        if damaged:
             raise CheckpointError(
-                f"{self._folder}: none of {len(told)} checkpoints is whole; the newest: {told[0]}",
+                f"{self._folder}: none of {len(damaged)} checkpoints is whole; the newest: "
+                f"{damaged[0]}",
                 hint="to begin anew, give another folder",
             )
         return None
@@ -203,7 +205,7 @@ class Checkpoints:
                 self._plan.save(writing.partial / folders.PLAN)
             write(writing.partial, made)
         except (AutopipeError, OSError) as error:
-            writing.error = _told(error, self._folder)
+            writing.error = _described(error, self._folder)
 
     def _commit(self, writing: _Writing) -> str | None:
         """On rank 0, finish a checkpoint that all ranks have written; returns what went wrong."""
@@ -214,7 +216,7 @@ class Checkpoints:
             Stored.open(writing.partial)  # nodes with disks of their own lack each other's files
             folders.commit(writing.partial, self._keep)
         except (AutopipeError, OSError) as error:
-            return _told(error)
+            return _described(error)
         return None
 
     def _offered(self) -> list[Path]:
@@ -277,7 +279,7 @@ def from_first(make: Callable[[], Made], rank: int, world: dist.ProcessGroup | N
     return found
 
 
-def _told(error: Exception, folder: Path | None = None) -> str:
+def _described(error: Exception, folder: Path | None = None) -> str:
     """An error as the first part of a sentence; it names `folder` if the system names no file."""
     if isinstance(error, OSError):
         where = error.filename or folder

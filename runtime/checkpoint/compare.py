@@ -28,9 +28,9 @@ def differences(one: Stored, other: Stored) -> Iterator[str]:
         yield f"the step is {one.step} and {other.step}"
     with phase("comparing", of=len(ours | theirs)) as done:
         for key in {**ours, **theirs}:
-            found = _difference(one, ours.get(key), other, theirs.get(key))
-            if found is not None:
-                yield f"{key}: {found}"
+            difference = _difference(one, ours.get(key), other, theirs.get(key))
+            if difference is not None:
+                yield f"{key}: {difference}"
             done()
 
 
@@ -46,10 +46,10 @@ def _difference(
         )
     differing, first, begins = 0, None, 0
     for a, b in zip(windows(one, mine), windows(other, theirs), strict=True):
-        unlike = (_bits(a) != _bits(b)).view(a.numel(), -1).any(1).nonzero().flatten()
-        if len(unlike) and first is None:
-            first = begins + int(unlike[0])
-        differing += len(unlike)
+        differing_rows = (_bits(a) != _bits(b)).view(a.numel(), -1).any(1).nonzero().flatten()
+        if len(differing_rows) and first is None:
+            first = begins + int(differing_rows[0])
+        differing += len(differing_rows)
         begins += a.numel()
     return None if first is None else f"{differing} of {begins} elements differ, from {first} on"
 

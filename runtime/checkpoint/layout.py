@@ -73,7 +73,7 @@ class OwnTensor:
     replica: str = ""
 
 
-def dealt(shape: Shape, placement: Placement, ranks: int, rank: int) -> tuple[Piece, ...]:
+def pieces_of_rank(shape: Shape, placement: Placement, ranks: int, rank: int) -> tuple[Piece, ...]:
     """The pieces that a tensor-parallel rank has of a tensor.
 
     >>> [piece.whole for piece in dealt((8,), Placement("S", 0, 2), 2, 1)]
@@ -82,9 +82,9 @@ def dealt(shape: Shape, placement: Placement, ranks: int, rank: int) -> tuple[Pi
     whole = Piece((0,) * len(shape), (0,) * len(shape), shape)
     if not placement.sharded:
         return _filled([whole])
-    dim, at, found = placement.dim, 0, []
+    dim, at, pieces = placement.dim, 0, []
     for begin, length in pieces_of(shape[dim], placement, ranks, rank):
-        found.append(
+        pieces.append(
             Piece(
                 _with(whole.whole, dim, begin),
                 _with(whole.own, dim, at),
@@ -92,17 +92,17 @@ def dealt(shape: Shape, placement: Placement, ranks: int, rank: int) -> tuple[Pi
             )
         )
         at += length
-    return _filled(found)
+    return _filled(pieces)
 
 
-def rows_of(found: Iterable[Piece], first: int, last: int) -> tuple[Piece, ...]:
+def rows_of(pieces: Iterable[Piece], first: int, last: int) -> tuple[Piece, ...]:
     """The pieces of the rows [first, last) of a rank's own tensor, cut from the tensor's pieces.
 
     >>> [piece.whole for piece in rows_of(dealt((8,), Placement("S", 0, 2), 2, 1), 2, 4)]
     [(6,)]
     """
     cut = []
-    for piece in found:
+    for piece in pieces:
         begin = max(piece.own[0], first)
         end = min(piece.own[0] + piece.shape[0], last)
         cut.append(
@@ -122,7 +122,7 @@ def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[
     has, and that nothing writes, are left out: the model makes them.
     """
     shards, rows, mesh = held.gradients.shards(), held.gradients.rows, part.plan.mesh
-    found: dict[str, OwnTensor] = {}
+    tensors: dict[str, OwnTensor] = {}
     holders: dict[str, tuple[int, ...]] = {}
     for name, spec in own.specs.items():
         alone = name in own.unused
@@ -130,41 +130,43 @@ def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[
             continue
         if not own.in_checkpoint(name):
             continue
-        lies = own.sharding.states.get(name, I)
+        placement = own.sharding.states.get(name, I)
         shape = shape_at(spec.spec, 1) or (1,)
-        cut = dealt(shape, lies, mesh.tp, part.place.tp)
+        cut = pieces_of_rank(shape, placement, mesh.tp, part.place.tp)
         if name in rows:
             cut = rows_of(cut, *rows[name])
         tensor = own.unused[name] if alone else shards.get(name, own.states[name])
         data = tensor.detach().view(1) if tensor.ndim == 0 else tensor.detach()
-        apart = name in own.written and name not in rows
-        dps = (part.place.dp,) if apart or name in rows else range(mesh.dp)
-        holders[name] = (0,) if alone else _holders(part, name, lies, dps, in_rows=name in rows)
-        whole = shape_at(spec.spec, 1)
+        local = name in own.written and name not in rows
+        dps = (part.place.dp,) if local or name in rows else range(mesh.dp)
+        holders[name] = (
+            (0,) if alone else _holders(part, name, placement, dps, in_rows=name in rows)
+        )
+        full_shape = shape_at(spec.spec, 1)
         kind = spec.kind if in_state_dict(spec) else BESIDE
         moves = kind != "parameter" or name in own.written
-        found[name] = OwnTensor(
-            name, spec.aliases, kind, data, whole, cut, writes=False, moves=moves,
-            replica=f"replica {part.place.dp} of {mesh.dp}" if apart and part.place.dp else "",
+        tensors[name] = OwnTensor(
+            name, spec.aliases, kind, data, full_shape, cut, writes=False, moves=moves,
+            replica=f"replica {part.place.dp} of {mesh.dp}" if local and part.place.dp else "",
         )  # fmt: skip
-    writers = _writers(holders, found)
+    writers = _writers(holders, tensors)
     return {
         name: OwnTensor(**{**vars(own), "writes": writers[name] == part.place.rank})
-        for name, own in found.items()
+        for name, own in tensors.items()
     }
 
 
 def _holders(
-    part: RankPart, name: str, lies: Placement, dps: Sequence[int], *, in_rows: bool
+    part: RankPart, name: str, placement: Placement, dps: Sequence[int], *, in_rows: bool
 ) -> tuple[int, ...]:
     """The ranks of the replicas `dps` that hold the same elements as this rank, ascending."""
     mesh, here = part.plan.mesh, part.place
     stages = (stage for stage in part.split.stages if name in stage.states)
     pps: Sequence[int] = sorted({part.placed[stage.index] for stage in stages})
-    tps: Sequence[int] = (here.tp,) if lies.sharded else range(mesh.tp)
+    tps: Sequence[int] = (here.tp,) if placement.sharded else range(mesh.tp)
     if in_rows and not part.plan.scatters:  # ZeRO-1 shards rows over tied stages, too
         pps = (here.pp,)
-        tps = (here.tp,) if lies == R else tps
+        tps = (here.tp,) if placement == R else tps
     return tuple(mesh.rank(pp, dp, tp) for pp in pps for dp in dps for tp in tps)
 
 
@@ -176,13 +178,13 @@ def _writers(
     A parameter goes to the holder with the fewest elements so far, any other tensor to the first.
     """
     writers = {name: ranks[0] for name, ranks in holders.items()}
-    given: dict[tuple[int, ...], list[int]] = {}
+    elements_of: dict[tuple[int, ...], list[int]] = {}
     for name in sorted(holders, key=lambda name: -prod(own[name].shape)):  # stable: names' order
         ranks = holders[name]
         if own[name].kind == "parameter":
-            bytes_of = given.setdefault(ranks, [0] * len(ranks))
-            least = bytes_of.index(min(bytes_of))
-            bytes_of[least] += prod(own[name].shape)
+            elements = elements_of.setdefault(ranks, [0] * len(ranks))
+            least = elements.index(min(elements))
+            elements[least] += prod(own[name].shape)
             writers[name] = ranks[least]
     return writers
 

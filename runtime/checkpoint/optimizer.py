@@ -169,17 +169,17 @@ def restore(
     Raises:
         DamagedError, CheckpointError: as `Stored.fill`; or the checkpoint is of another optimizer.
     """
-    kind, there = type(optimizer).__name__, kind_of(stored)
-    if there is None:
+    kind, stored_kind = type(optimizer).__name__, kind_of(stored)
+    if stored_kind is None:
         raise CheckpointError(f"{stored.folder} has no state of an optimizer")
-    if there != kind:
+    if stored_kind != kind:
         raise CheckpointError(
-            f"{stored.folder} has the state of {there}, and the optimizer is {kind}",
+            f"{stored.folder} has the state of {stored_kind}, and the optimizer is {kind}",
             hint="resume with the same optimizer; weights alone can be taken by --weights",
         )
     saved = _saved(stored)
-    others = {name: states for one in saved for name, states in one["states"].items()}
-    _regroup(optimizer, named, [one["groups"] for one in saved])
+    others = {name: states for of_rank in saved for name, states in of_rank["states"].items()}
+    _regroup(optimizer, named, [of_rank["groups"] for of_rank in saved])
     for group in optimizer.param_groups:
         counted_there = bool(group.get("capturable") or group.get("fused"))
         for name, parameter in _of(group["params"], named):
@@ -189,8 +189,8 @@ def restore(
             for key in stored.states.get(name, ()):
                 first = stored.chunks[name, key][0][1]
                 if first.kind == NUMBER:
-                    found = stored.number(name, key)
-                    state[key] = found.to(parameter.device) if counted_there else found
+                    number = stored.number(name, key)
+                    state[key] = number.to(parameter.device) if counted_there else number
                 else:
                     state[key] = _read(own[name], key, parameter, stored)
             if state:
@@ -199,12 +199,12 @@ def restore(
 
 def _read(own: OwnTensor, key: str, parameter: nn.Parameter, stored: Stored) -> Tensor:
     """A state of the parameter's shape; cast if it was saved in the parameter's dtype then."""
-    had = NAMES[stored.chunks[own.name, key][0][1].dtype]
-    theirs = {NAMES[chunk.dtype] for _, chunk in stored.chunks.get((own.name, ""), ())}
-    dtype = parameter.dtype if had in theirs else had
-    made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    stored.fill(own, key, made.view(1) if made.ndim == 0 else made)
-    return made
+    stored_dtype = NAMES[stored.chunks[own.name, key][0][1].dtype]
+    parameter_dtypes = {NAMES[chunk.dtype] for _, chunk in stored.chunks.get((own.name, ""), ())}
+    dtype = parameter.dtype if stored_dtype in parameter_dtypes else stored_dtype
+    state = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    stored.fill(own, key, state.view(1) if state.ndim == 0 else state)
+    return state
 
 
 def _written(

@@ -109,57 +109,63 @@ class _Regrouping:
     places: Sequence[Sequence[tuple[int, int]]]
     folder: Path
 
-    def value(self, path: str, present: Any, found: Sequence[Any]) -> Any:
+    def value(self, path: str, present: Any, states: Sequence[Any]) -> Any:
         """Combine one part of the states.
 
         Args:
             path: the part's path, such as `SequentialLR._schedulers[0].base_lrs`.
             present: the part in this rank's new schedule, before the load.
-            found: the part in the state of each rank of `there`.
+            states: the part in the state of each rank of `there`.
 
         Raises:
             CheckpointError: the value for this rank's groups cannot be known.
         """
-        key, first = path.rpartition(".")[2], found[0]
+        key, first = path.rpartition(".")[2], states[0]
         by_group = key in _BY_GROUP
-        if all(has_words(one) and one.keys() == first.keys() for one in found):
+        if all(has_words(state) and state.keys() == first.keys() for state in states):
             own = present if isinstance(present, dict) else {}
             return {
-                word: self.value(f"{path}.{word}", own.get(word), [one[word] for one in found])
-                for word in first
+                name: self.value(f"{path}.{name}", own.get(name), [state[name] for state in states])
+                for name in first
             }
-        if all(isinstance(one, list) for one in found):
-            alike = all(len(one) == len(first) for one in found)
-            if alike and not by_group and all(has_words(part) for one in found for part in one):
+        if all(isinstance(state, list) for state in states):
+            same_length = all(len(state) == len(first) for state in states)
+            if (
+                same_length
+                and not by_group
+                and all(has_words(part) for state in states for part in state)
+            ):
                 own = dict(enumerate(present)) if isinstance(present, list) else {}
                 return [
                     self.value(f"{path}[{number}]", own.get(number), parts)
-                    for number, parts in enumerate(zip(*found, strict=True))
+                    for number, parts in enumerate(zip(*states, strict=True))
                 ]
-            if key not in _FOR_ALL and self._fits(present, found):
-                return self._entries(path, present, found)
+            if key not in _FOR_ALL and self._fits(present, states):
+                return self._entries(path, present, states)
         # As text: nan does not equal itself.
-        if len({repr(one) for one in found}) > 1:
+        if len({repr(state) for state in states}) > 1:
             raise self._unknown(f"{path} was not the same on all ranks")
         if by_group and len(first) != len(self.here):
             raise self._unknown(f"{path} is for {len(first)} groups, found {len(self.here)}")
         return first
 
-    def _fits(self, present: Any, found: Sequence[list[Any]]) -> bool:
+    def _fits(self, present: Any, states: Sequence[list[Any]]) -> bool:
         """Whether a list has an entry for each group, here and on every rank that saved."""
-        lists, groups = (present, *found), (self.here, *self.there)
+        lists, groups = (present, *states), (self.here, *self.there)
         return isinstance(present, list) and [*map(len, lists)] == [*map(len, groups)]
 
-    def _entries(self, path: str, present: list[Any], found: Sequence[list[Any]]) -> list[Any]:
+    def _entries(self, path: str, present: list[Any], states: Sequence[list[Any]]) -> list[Any]:
         """A list with the entries that the parameters of each group had."""
-        made = [
-            agreed([found[rank][number] for rank, number in of], names, path) if of else own
-            for own, names, of in zip(present, self.here, self.places, strict=True)
+        entries = [
+            agreed([states[rank][number] for rank, number in of], names, path)
+            if of
+            else present_entry
+            for present_entry, names, of in zip(present, self.here, self.places, strict=True)
         ]
-        by_group = path.rpartition(".")[2] in _BY_GROUP or len(present) != len(found[0])
-        if not by_group and made != found[0] and all(one == found[0] for one in found):
+        by_group = path.rpartition(".")[2] in _BY_GROUP or len(present) != len(states[0])
+        if not by_group and entries != states[0] and all(state == states[0] for state in states):
             raise self._unknown(f"{path} may have an entry for each group, or be one list for all")
-        return made
+        return entries
 
     def _unknown(self, why: str) -> CheckpointError:
         weights = "or take its weights alone by --weights"

@@ -117,29 +117,29 @@ class Stored:
             CheckpointError: the tensor is not in the checkpoint, or has another shape there.
         """
         target = own.tensor if into is None else into
-        found = self.chunks.get((own.name, state), ())
-        what = own.name if not state else f"{own.name}/{state}"
-        if not found and own.pieces:
-            raise CheckpointError(f"{self.folder} has no {what!r}")
-        left = sum(prod(piece.shape) for piece in own.pieces)
-        for rank, chunk in found:
+        chunks = self.chunks.get((own.name, state), ())
+        label = own.name if not state else f"{own.name}/{state}"
+        if not chunks and own.pieces:
+            raise CheckpointError(f"{self.folder} has no {label!r}")
+        missing = sum(prod(piece.shape) for piece in own.pieces)
+        for rank, chunk in chunks:
             if chunk.shape != own.shape:
                 raise CheckpointError(
-                    f"{self.folder}: {what!r} has the shape {list(chunk.shape)}, in the model "
+                    f"{self.folder}: {label!r} has the shape {list(chunk.shape)}, in the model "
                     f"{list(own.shape)}"
                 )
             boxes = [
                 box
-                for theirs in chunk.pieces
-                for mine in own.pieces
-                if (box := _common(theirs, mine))
+                for stored_piece in chunk.pieces
+                for own_piece in own.pieces
+                if (box := _common(stored_piece, own_piece))
             ]
-            left -= sum(prod(box.shape) for box in boxes)
+            missing -= sum(prod(box.shape) for box in boxes)
             for first, block in self._blocks(rank, chunk, boxes):
                 for box in boxes:
                     _copy(target, block, first, box)
-        if left:
-            raise DamagedError(f"{self.folder}: {what!r} lacks {left} elements")
+        if missing:
+            raise DamagedError(f"{self.folder}: {label!r} lacks {missing} elements")
 
     def number(self, name: str, state: str) -> Tensor:
         """A state that is one number, as a tensor without dims."""

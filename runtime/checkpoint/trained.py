@@ -45,10 +45,10 @@ def read(
         DamagedError: the checkpoint's files have changed since they were written.
         ModelError: as `parameters.weights.read`.
     """
-    found = candidates(path)
-    if not found:
+    checkpoints = candidates(path)
+    if not checkpoints:
         return weights.read(path, graph, names, optional, say)
-    stored = Stored.open(found[0])
+    stored = Stored.open(checkpoints[0])
     model = {
         name: tensor
         for tensor in tensors(stored)
@@ -56,10 +56,10 @@ def read(
         for name in (tensor.name, *tensor.aliases)
     }
     keys = {name: weights.stored_as(graph, name, model) for name in names}
-    there = {name: model[key] for name, key in keys.items() if key is not None}
-    shapes = {name: tensor.shape for name, tensor in there.items()}
+    stored_tensors = {name: model[key] for name, key in keys.items() if key is not None}
+    shapes = {name: tensor.shape for name, tensor in stored_tensors.items()}
     weights.check_shapes(stored.folder, graph, names, shapes, optional)
     return {
         name: whole(stored, tensor).to(graph.states[name].held.dtype)
-        for name, tensor in there.items()
+        for name, tensor in stored_tensors.items()
     }

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from autopipe.planfile.placements import I, Placement, S
-from autopipe.runtime.checkpoint.layout import Piece, dealt, leads, rows_of
+from autopipe.runtime.checkpoint.layout import Piece, leads, pieces_of_rank, rows_of
 from autopipe.runtime.parameters.row_shards import own_rows
 from autopipe.sharding.collectives import own_part
 
@@ -29,7 +29,7 @@ def test_pieces_are_what_a_rank_holds(lies: Placement, dealt_to: int) -> None:
         part = own_part(whole, lies, 2, tp) if lies.sharded else whole
         for rank in range(dealt_to):
             first, last = own_rows(len(part), dealt_to, rank)
-            pieces = rows_of(dealt((12, 8), lies, 2, tp), first, last)
+            pieces = rows_of(pieces_of_rank((12, 8), lies, 2, tp), first, last)
             rows = part[first:last]
             assert torch.equal(taken(whole, pieces, tuple(rows.shape)), rows)
             assert leads(pieces) == bool((rows == 0).any())
@@ -37,4 +37,4 @@ def test_pieces_are_what_a_rank_holds(lies: Placement, dealt_to: int) -> None:
 
 def test_a_rank_without_rows() -> None:
     """Three ranks, two rows: the last one has none."""
-    assert rows_of(dealt((2, 4), I, 1, 0), *own_rows(2, 3, 2)) == ()
+    assert rows_of(pieces_of_rank((2, 4), I, 1, 0), *own_rows(2, 3, 2)) == ()
