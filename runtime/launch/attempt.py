@@ -53,11 +53,11 @@ def of_this_attempt(store: SharedStore, rank: int, size: int, timeout: float) ->
     """
     import torch.distributed as dist
 
-    own, deadline = secrets.token_hex(8), time.monotonic() + timeout
-    store.set(f"{_HERE}/hello/{rank}", own)
-    word = own if rank == 0 else _asked(store, rank, own, deadline)
+    nonce, deadline = secrets.token_hex(8), time.monotonic() + timeout
+    store.set(f"{_HERE}/hello/{rank}", nonce)
+    word = nonce if rank == 0 else _word_from_rank_0(store, rank, nonce, deadline)
     if rank == 0:
-        _answer(store, word, size, deadline)
+        _give_word(store, word, size, deadline)
     whole: Any = store
     return dist.PrefixStore(f"{_HERE}/{word}", whole)  # type: ignore[attr-defined]  # public
 
@@ -81,20 +81,20 @@ def elastic_warning(environ: Mapping[str, str]) -> str | None:
     )
 
 
-def _asked(store: SharedStore, rank: int, own: str, deadline: float) -> str:
+def _word_from_rank_0(store: SharedStore, rank: int, nonce: str, deadline: float) -> str:
     """The word that rank 0 has drawn, as another rank learns it."""
     welcome = f"{_HERE}/welcome/{rank}"
     while time.monotonic() < deadline:
         if store.check([welcome]):
             number, _, word = store.get(welcome).decode().partition(" ")
-            if number == own:
+            if number == nonce:
                 store.set(f"{_HERE}/{word}/here/{rank}", "")
                 return word
         time.sleep(_PAUSE)
     raise LaunchError(f"rank {rank}: rank 0 did not answer in time", hint="did all ranks start?")
 
 
-def _answer(store: SharedStore, word: str, size: int, deadline: float) -> None:
+def _give_word(store: SharedStore, word: str, size: int, deadline: float) -> None:
     """As rank 0, give the word to the other ranks; returns when all of them have it."""
     missing = set(range(1, size))
     while missing and time.monotonic() < deadline:

@@ -93,7 +93,7 @@ class Guard:
     _program: list[tuple[int, str]] = field(default_factory=list)
     _master: Whereabouts = Whereabouts("rank 0", "before its first step")
     _alive: bool = True
-    _told: bool = False
+    _signalled: bool = False
     _bye: bool = False
     _acknowledged: bool = False
     _reported: bool = False
@@ -153,7 +153,7 @@ class Guard:
         return not self._alive and now > self._gone + GIVE_UP
 
     def _note(self, number: int, _: object) -> None:
-        self._told = True
+        self._signalled = True
 
     def _look_for_a_stop(self, now: float) -> None:
         if _state(self.pid)[:1] != ["T"]:
@@ -173,7 +173,7 @@ class Guard:
             self._read_control()  # the rank's last messages come before its end
         self._alive, self._gone = False, self.loop.clock
         if not (self._bye or self._reported):
-            if self._told or self._verdict is not None:
+            if self._signalled or self._verdict is not None:
                 self._report("told", "by SIGTERM")
             else:
                 self._report("died", f"{_manner(self.pid)} (its process is gone)")
@@ -289,8 +289,8 @@ def main(config: Message) -> None:
     if "listener" in config:
         hub = Hub(loop, config["size"], config["token"])
         hub.listen(socket.socket(fileno=config["listener"]))
-        own, to_hub = socket.socketpair()
-        hub.join(own)
+        hub_end, to_hub = socket.socketpair()
+        hub.join(hub_end)
     else:
         host, port = config["host"], config["port"]
         try:

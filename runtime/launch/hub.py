@@ -99,7 +99,7 @@ class Member:
     Attributes:
         heard: when its guard has last sent something, by the hub's clock.
         bye: when the rank has said goodbye; None: it has not.
-        told: whether its launcher has ended it.
+        signalled: whether its launcher has ended it.
         gone: whether its process is gone.
         lost: whether its guard is silent or gone.
     """
@@ -110,7 +110,7 @@ class Member:
     node: int = -1
     place: Whereabouts = Whereabouts("", "")
     bye: float | None = None
-    told: bool = False
+    signalled: bool = False
     gone: bool = False
     lost: bool = False
 
@@ -172,7 +172,7 @@ class Hub:
         elif self.verdict is None:
             self.verdict, self._decided = elect(self._causes, now), now
             if self.verdict is not None:
-                self._tell(**self._told(self.verdict))
+                self._tell(**self._verdict_message(self.verdict))
         if self.verdict is not None and self._ended is None and self._may_end(self.verdict):
             self._ended = now
             self._tell(end=True)
@@ -193,7 +193,7 @@ class Hub:
 
     def _peaceful(self) -> bool:
         """Whether every rank has said goodbye, or was ended by its launcher."""
-        return all(member.bye is not None or member.told for member in self._members)
+        return all(member.bye is not None or member.signalled for member in self._members)
 
     def _may_end(self, verdict: Cause) -> bool:
         """Whether the others may end: the verdict's rank has printed its error, or never will."""
@@ -206,7 +206,7 @@ class Hub:
             if member.rank >= 0:
                 member.connection.send(**message)
 
-    def _told(self, verdict: Cause) -> Message:
+    def _verdict_message(self, verdict: Cause) -> Message:
         node = next(member.node for member in self._members if member.rank == verdict.rank)
         text, kind, rank = str(verdict), verdict.kind, verdict.rank
         return {"verdict": text, "kind": kind, "rank": rank, "node": node}
@@ -232,7 +232,7 @@ class Hub:
             member.rank, member.node = message["rank"], message["node"]
             member.connection.send(welcome=True)
             if self.verdict is not None:
-                member.connection.send(**self._told(self.verdict))
+                member.connection.send(**self._verdict_message(self.verdict))
             if self._ended is not None:
                 member.connection.send(end=True)
         if "place" in message:
@@ -240,7 +240,7 @@ class Hub:
         if message.get("inside"):
             self._look_for_a_leaver(member, STRAY)
         if "cause" in message:
-            member.told |= message["cause"] == "told"
+            member.signalled |= message["cause"] == "told"
             self._add(member, message["cause"], message["why"])
             if message["cause"] == "echo":
                 self._look_for_a_leaver(member, 0.0)

@@ -66,13 +66,13 @@ _PORT = 29500
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    found = environ.get(f"PET_{name}")
-    if found is None:
+    text = environ.get(f"PET_{name}")
+    if text is None:
         raise _missing(name, environ)
-    if not (found.isascii() and found.isdecimal() and len(found) < 10):
-        elastic = ": a plan is for one number of nodes" if ":" in found else ""
-        raise LaunchError(f"PET_{name} is {found!r} in the environment, expected a number{elastic}")
-    return int(found)
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        elastic = ": a plan is for one number of nodes" if ":" in text else ""
+        raise LaunchError(f"PET_{name} is {text!r} in the environment, expected a number{elastic}")
+    return int(text)
 
 
 def _missing(name: str, environ: Mapping[str, str]) -> LaunchError:
@@ -93,12 +93,12 @@ def environments(pod: Pod, counts: Sequence[int]) -> list[dict[str, str]]:
             on this node than the pod.
     """
     if pod.nodes != len(counts):
-        asked = f"{len(counts)} node{'s' * (len(counts) > 1)}"
-        raise LaunchError(f"the plan is for {asked}, but PET_NNODES is {pod.nodes}")
-    mine = counts[pod.node]
-    if pod.processes not in (None, mine):
+        nodes = f"{len(counts)} node{'s' * (len(counts) > 1)}"
+        raise LaunchError(f"the plan is for {nodes}, but PET_NNODES is {pod.nodes}")
+    processes = counts[pod.node]
+    if pod.processes not in (None, processes):
         raise LaunchError(
-            f"the plan has {mine} processes on node {pod.node}, "
+            f"the plan has {processes} processes on node {pod.node}, "
             f"but PET_NPROC_PER_NODE is {pod.processes}"
         )
     first = sum(counts[: pod.node])
@@ -107,10 +107,10 @@ def environments(pod: Pod, counts: Sequence[int]) -> list[dict[str, str]]:
             "RANK": str(first + local),
             "WORLD_SIZE": str(sum(counts)),
             "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(mine),
+            "LOCAL_WORLD_SIZE": str(processes),
             "GROUP_RANK": str(pod.node),
             "MASTER_ADDR": pod.master_addr,
             "MASTER_PORT": str(pod.master_port),
         }
-        for local in range(mine)
+        for local in range(processes)
     ]

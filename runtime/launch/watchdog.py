@@ -240,13 +240,13 @@ class Watchdog:
 
     def _ask(self) -> Verdict | None:
         """The verdict; waits until its rank is this one, or the sidecar says that ranks may end."""
-        found, deadline = None, time.monotonic() + WAIT
+        verdict, deadline = None, time.monotonic() + WAIT
         while (message := self._next(deadline)) is not None:
             if "verdict" in message:
-                found = Verdict(message["rank"], message["verdict"])
-            if "end" in message or (found is not None and found.rank == self.rank):
+                verdict = Verdict(message["rank"], message["verdict"])
+            if "end" in message or (verdict is not None and verdict.rank == self.rank):
                 break
-        return found
+        return verdict
 
     def _next(self, deadline: float) -> Message | None:
         """The sidecar's next message; None: it is gone, or sends none before `deadline`."""
@@ -325,11 +325,11 @@ def _listen(host: str) -> socket.socket:
 def _start(config: Message, address: Sequence[object], listener: socket.socket | None) -> Watchdog:
     with ExitStack() as passed, ExitStack() as kept:
         memory, process = os.memfd_create("autopipe"), os.pidfd_open(os.getpid())
-        own, control = socket.socketpair()
+        rank_end, control = socket.socketpair()
         passed.callback(os.close, memory)
         passed.callback(os.close, process)
         passed.enter_context(control)
-        kept.enter_context(own)
+        kept.enter_context(rank_end)
         os.truncate(memory, MEMORY)
         files = {"memory": memory, "process": process, "control": control.fileno()}
         files |= {"listener": listener.fileno()} if listener is not None else {}
@@ -345,6 +345,6 @@ def _start(config: Message, address: Sequence[object], listener: socket.socket |
         assert sidecar.stdin is not None
         with sidecar.stdin as file:
             file.write(json.dumps(config).encode())
-        watchdog = Watchdog(config["rank"], sidecar, own, mmap.mmap(memory, MEMORY))
+        watchdog = Watchdog(config["rank"], sidecar, rank_end, mmap.mmap(memory, MEMORY))
     watchdog.join()
     return watchdog
