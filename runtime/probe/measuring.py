@@ -165,13 +165,15 @@ def _take_part(rank: int, request: Request) -> None:
         print(f"{PREFIX}{{}}", flush=True)  # all have begun
     half = request.half
     for group in groups(request.figures):
-        own = _measure(group, rank, request, device, half)
-        if DTYPES[0] in own and len(own[DTYPES[0]].values) == 2:
-            half = own[DTYPES[0]].values[1]
-        every = _gathered(own, request.processes)
+        measured = _measure(group, rank, request, device, half)
+        if DTYPES[0] in measured and len(measured[DTYPES[0]].values) == 2:
+            half = measured[DTYPES[0]].values[1]
+        every = _gathered(measured, request.processes)
         if rank == 0:
-            found = {name: asdict(_median([one[name] for one in every])) for name in group}
-            print(PREFIX + json.dumps(found), flush=True)
+            medians = {
+                name: asdict(_median([of_rank[name] for of_rank in every])) for name in group
+            }
+            print(PREFIX + json.dumps(medians), flush=True)
     if request.processes > 1:
         dist.barrier()
         dist.destroy_process_group()

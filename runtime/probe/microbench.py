@@ -189,25 +189,25 @@ def matmuls(dtype: torch.dtype, budget: Budget, half: float | None = None) -> Fo
     """
     sizes = ON_CPU if budget.device.type == "cpu" else ON_GPU
     reached = [_reached(dims, dtype, budget) for dims in sizes]
-    whole = [found for dims, found in zip(sizes, reached, strict=True) if dims == found[0]]
-    layers = [LAYERS if LAYERS * taken < budget.share(1) else 1 for _, taken in whole]
+    full = [timing for dims, timing in zip(sizes, reached, strict=True) if dims == timing[0]]
+    layers = [LAYERS if LAYERS * seconds < budget.share(1) else 1 for _, seconds in full]
     ops = [
         _window_of(partial(_layers, dims, dtype, budget.device, count), budget)
-        for (dims, _), count in zip(whole, layers, strict=True)
+        for (dims, _), count in zip(full, layers, strict=True)
     ]
-    foretold = [count * taken for (_, taken), count in zip(whole, layers, strict=True)]
+    foretold = [count * seconds for (_, seconds), count in zip(full, layers, strict=True)]
     # A layer without a turn for lack of time has the seconds of its last step.
-    found = [
-        (dims, statistics.median(turns) / count if turns else taken)
-        for (dims, taken), count, turns in zip(
-            whole, layers, in_turns(ops, budget, foretold), strict=True
+    timings = [
+        (dims, statistics.median(turns) / count if turns else seconds)
+        for (dims, seconds), count, turns in zip(
+            full, layers, in_turns(ops, budget, foretold), strict=True
         )
     ]
-    largest = max(reached, key=lambda one: math.prod(one[0]))
-    rate, fitted = fit([(dims, taken / 3) for dims, taken in found or [largest]], half)
+    largest = max(reached, key=lambda timing: math.prod(timing[0]))
+    rate, fitted = fit([(dims, seconds / 3) for dims, seconds in timings or [largest]], half)
     enough = len(sizes) if half is None else len(sizes) // 2
     late = f"out of time after {' x '.join(map(str, largest[0]))}"
-    return Found((rate, fitted) if half is None else (rate,), "" if len(whole) >= enough else late)
+    return Found((rate, fitted) if half is None else (rate,), "" if len(full) >= enough else late)
 
 
 def _window_of(make: Callable[[], Callable[[], object]], budget: Budget) -> Callable[[], float]:

@@ -111,18 +111,18 @@ def local_cluster(
     if len(known) == len(names):
         say(f"rates of this machine: measured before, read from {path}")
     else:
-        found = _missing(known, names, local, say)
-        whole = {name: one for name, one in found.items() if one.values}
-        if not (whole or known or estimate):
+        measured = _missing(known, names, local, say)
+        complete = {name: figure for name, figure in measured.items() if figure.values}
+        if not (complete or known or estimate):
             raise LaunchError(
-                f"nothing of this machine could be measured: {next(iter(found.values())).rough}",
+                f"nothing of this machine could be measured: {next(iter(measured.values())).rough}",
                 hint="describe the machine in a cluster file instead, or try fewer processes",
             )
-        if whole:
+        if complete:
             today = date.today().isoformat()
-            record = replace(record, figures={**record.figures, **whole}, day=today)
+            record = replace(record, figures={**record.figures, **complete}, day=today)
             _keep(record, path, say)
-        known |= found
+        known |= measured
     cluster = _cluster(known, names, local, record.day)
     if cluster.devices[0].rough:
         say(f"rough, and so are predictions: {'; '.join(cluster.devices[0].rough)}")
@@ -186,7 +186,7 @@ def _cluster(
 
 def _stand_ins(known: Mapping[str, Found], local: LocalSpec) -> dict[str, Found]:
     """Estimates of the figures that every cluster needs, each with a note of its origin."""
-    lost = {name: found.rough for name, found in known.items() if not found.values}
+    failed = {name: figure.rough for name, figure in known.items() if not figure.values}
     stand_ins: dict[str, Found] = {}
     device = torch.device("cuda" if _gpus(local) else "cpu")
     # This process measures alone; in training several share the cores.
@@ -197,22 +197,22 @@ def _stand_ins(known: Mapping[str, Found], local: LocalSpec) -> dict[str, Found]
         LAUNCH: chains.launch,
     }
     for name, look in looks.items():
-        if name in lost:
+        if name in failed:
             chains.warm_up(device)
             values = look(microbench.Budget(QUICK, device, 1.0)).values
-            of_one = f"{lost[name]}; this process alone took a quick look"
+            of_one = f"{failed[name]}; this process alone took a quick look"
             if name == LAUNCH:
                 stand_ins[name] = Found((values[0] * crowd, values[1] * crowd), of_one)
             else:
                 stand_ins[name] = Found((values[0] / crowd, *values[1:]), of_one)
-    whole = {**known, **stand_ins}
+    with_estimates = {**known, **stand_ins}
     for name in DTYPES[1:]:
-        if name in lost:
-            as_fp32 = f"{lost[name]}; taken to be as fast as {DTYPES[0]}"
-            stand_ins[name] = Found(whole[DTYPES[0]].values[:1], as_fp32)
-    if MESSAGES in lost:
-        guess = f"{lost[MESSAGES]}; taken as 100 us and a quarter of memory's bytes a second"
-        bandwidth = whole[MEMORY].values[0] * OF_MEMORY
+        if name in failed:
+            as_fp32 = f"{failed[name]}; taken to be as fast as {DTYPES[0]}"
+            stand_ins[name] = Found(with_estimates[DTYPES[0]].values[:1], as_fp32)
+    if MESSAGES in failed:
+        guess = f"{failed[MESSAGES]}; taken as 100 us and a quarter of memory's bytes a second"
+        bandwidth = with_estimates[MEMORY].values[0] * OF_MEMORY
         stand_ins[MESSAGES] = Found((LATENCY, bandwidth), guess)
     return stand_ins
 

@@ -81,24 +81,24 @@ def measure(
     """
     say(_heading(local.processes, sum(budget(group) for group in groups(names))))
     found: dict[str, Found] = {}
-    left, began = groups(names), time.monotonic()
+    pending, began = groups(names), time.monotonic()
     with phase("measuring this machine", of=len(names)) as done:
-        while left:
+        while pending:
             try:
-                for more in _answers(local, left, half):
-                    found |= more
-                    if DTYPES[0] in more and more[DTYPES[0]].values:
-                        half = more[DTYPES[0]].values[1]
-                    left = left[1:]
-                    for line in _told(more):
+                for answer in _answers(local, pending, half):
+                    found |= answer
+                    if DTYPES[0] in answer and answer[DTYPES[0]].values:
+                        half = answer[DTYPES[0]].values[1]
+                    pending = pending[1:]
+                    for line in _lines(answer):
                         say(f"  {line}")
-                    done(len(more))
+                    done(len(answer))
             except LaunchError as error:
                 if isinstance(error, _Never) or time.monotonic() - began > AGAIN:
-                    lost, left = left, []
+                    failed, pending = pending, []
                 else:
-                    lost, left = left[:1], left[1:]
-                names = [name for group in lost for name in group]
+                    failed, pending = pending[:1], pending[1:]
+                names = [name for group in failed for name in group]
                 found |= {name: Found((), error.message) for name in names}
                 say(f"  {', '.join(names)}: {error.message}")
                 done(len(names))
@@ -153,7 +153,7 @@ def _begun(
 
 
 def _read(
-    worker: subprocess.Popen[bytes], log: Path, left: Sequence[tuple[str, ...]]
+    worker: subprocess.Popen[bytes], log: Path, pending: Sequence[tuple[str, ...]]
 ) -> Iterator[dict[str, Found]]:
     """Read the figures of each group from the worker's stdout.
 
@@ -164,23 +164,23 @@ def _read(
     # The first line, without figures, says that all processes have begun.
     waits = [
         ("start", STARTING),
-        *((_short(group), STRETCH * budget(group) + GRACE) for group in left),
+        *((_short(group), STRETCH * budget(group) + GRACE) for group in pending),
     ]
     text, pipe = b"", worker.stdout.fileno()
-    for number, (what, patience) in enumerate(waits):
+    for number, (label, patience) in enumerate(waits):
         deadline = time.monotonic() + patience
         failed = LaunchError if number else _Never
         while (line := _PATTERN.search(text)) is None:
             if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise failed(f"out of time: {what} took more than {patience:.0f} s")
-            more = os.read(pipe, 2**16)
-            if not more:
+                raise failed(f"out of time: {label} took more than {patience:.0f} s")
+            chunk = os.read(pipe, 2**16)
+            if not chunk:
                 raise failed(_last(log))
-            text += more
+            text += chunk
         text = text[line.end() :]
         if number:
             data = json.loads(line[1])
-            yield {name: codec.from_json(Found, one, name) for name, one in data.items()}
+            yield {name: codec.from_json(Found, value, name) for name, value in data.items()}
 
 
 def _short(group: tuple[str, ...]) -> str:
@@ -247,18 +247,18 @@ LOADING = 3.0
 """Seconds that loading torch takes, for the time that the user is told."""
 
 
-def _told(found: Mapping[str, Found]) -> Iterator[str]:
+def _lines(figures: Mapping[str, Found]) -> Iterator[str]:
     """A line of text for each figure, and one for all kernels."""
-    kernels = [name for name in found if name in KERNELS and found[name].values]
+    kernels = [name for name in figures if name in KERNELS and figures[name].values]
     if kernels:
         yield f"by themselves: {', '.join(kernels)}"
-    for name, one in found.items():
-        words = _words(name, one.values) if one.values else f"{name}: not measured"
-        if name not in KERNELS or one.rough:
-            yield words + (f", rough: {one.rough}" if one.rough else "")
+    for name, figure in figures.items():
+        line = _described(name, figure.values) if figure.values else f"{name}: not measured"
+        if name not in KERNELS or figure.rough:
+            yield line + (f", rough: {figure.rough}" if figure.rough else "")
 
 
-def _words(name: str, values: tuple[float, ...]) -> str:
+def _described(name: str, values: tuple[float, ...]) -> str:
     first, last = values[0], values[-1]
     if name == DTYPES[0]:
         of_half = f"; of those with dims of {last:.3g} an eighth of it"
