@@ -78,19 +78,19 @@ def export(
     Raises:
         AutopipeError: the format lacks a dtype, or the file cannot be written.
     """
-    mine = place.rank, tuple(kept)
-    found: list[Any] = [mine]
+    own_tensors = place.rank, tuple(kept)
+    gathered: list[Any] = [own_tensors]
     if world is not None:
-        found = [None] * dist.get_world_size(world)
-        dist.all_gather_object(found, mine, group=world)
-    order, holders = _order(found)
-    own = {tensor.names[0] for tensor in kept}
+        gathered = [None] * dist.get_world_size(world)
+        dist.all_gather_object(gathered, own_tensors, group=world)
+    order, holders = _order(gathered)
+    own_names = {tensor.names[0] for tensor in kept}
     if place.rank == 0:
         with atomic_file.writing(path) as file:
             file.write(header(order))
             for tensor in order:
                 rank = holders[tensor.names[0]]
-                data = whole(tensor.names[0]) if tensor.names[0] in own else None
+                data = whole(tensor.names[0]) if tensor.names[0] in own_names else None
                 if rank != 0:
                     data = torch.empty(tensor.shape, dtype=tensor.dtype)
                     _receive(data, rank, world)
@@ -100,7 +100,7 @@ def export(
                     file.write(raw.data)
         return
     for tensor in order:
-        if tensor.names[0] not in own:
+        if tensor.names[0] not in own_names:
             continue
         data = whole(tensor.names[0])  # of a tied one, rows may be with other stages' ranks
         if holders[tensor.names[0]] == place.rank:
@@ -108,12 +108,12 @@ def export(
 
 
 def _order(
-    found: Sequence[tuple[int, tuple[FileTensor, ...]]],
+    gathered: Sequence[tuple[int, tuple[FileTensor, ...]]],
 ) -> tuple[list[FileTensor], dict[str, int]]:
     """All tensors as the file has them, and of each the rank that gives it."""
     tensors: dict[str, FileTensor] = {}
     holders: dict[str, int] = {}
-    for rank, kept in sorted(found, key=lambda one: one[0]):
+    for rank, kept in sorted(gathered, key=lambda one: one[0]):
         for tensor in kept:
             if tensor.dtype not in DTYPES:
                 raise AutopipeError(

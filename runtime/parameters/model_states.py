@@ -91,31 +91,31 @@ class ModelStates:
             spec = self.specs.get(name)
             if spec is None or spec.projection is None or spec.master is not None:
                 continue
-            op, rest = spec.projection
+            op, arguments = spec.projection
             if op in ("aten.renorm_.default", NORMALIZED):
-                self._check_norms(name, _normed(op, rest[1], parameter.ndim), name in rows)
+                self._check_norms(name, _normed(op, arguments[1], parameter.ndim), name in rows)
             if op == NORMALIZED:
-                normalize_(parameter, *cast(tuple[float, tuple[int, ...], float], rest))
+                normalize_(parameter, *cast(tuple[float, tuple[int, ...], float], arguments))
                 continue
-            for buffer in [arg for arg in rest if isinstance(arg, State)]:
+            for buffer in [arg for arg in arguments if isinstance(arg, State)]:
                 if op == "aten.mul_.Tensor":
                     self._check_mask(name, buffer.name)
-                own = self._beside(name, buffer.name, rank)
+                mask = self._part_of_buffer(name, buffer.name, rank)
                 if name in rows:
                     first, last = rows[name]
-                    own = (own if own.ndim else own.view(1))[first:last]
-                rest = tuple(own if arg == buffer else arg for arg in rest)
-            resolve(op)(parameter, *rest)
+                    mask = (mask if mask.ndim else mask.view(1))[first:last]
+                arguments = tuple(mask if arg == buffer else arg for arg in arguments)
+            resolve(op)(parameter, *arguments)
 
-    def _beside(self, name: str, buffer: str, rank: int) -> Tensor:
+    def _part_of_buffer(self, name: str, buffer: str, rank: int) -> Tensor:
         """A buffer of a parameter's shape, or the part beside this rank's part of the parameter."""
-        lies, other = (self.sharding.states.get(n, I) for n in (name, buffer))
-        if other.sharded and other == lies:
+        placement, of_buffer = (self.sharding.states.get(n, I) for n in (name, buffer))
+        if of_buffer.sharded and of_buffer == placement:
             return self.states[buffer]
         whole = self._whole(buffer, lambda _: None).expand(shape_at(self.specs[name].spec, 1))
-        if not lies.sharded:
+        if not placement.sharded:
             return whole
-        return collectives.own_part(whole, lies, self.sharding.ranks, rank)
+        return collectives.own_part(whole, placement, self.sharding.ranks, rank)
 
     def _check_mask(self, name: str, buffer: str) -> None:
         if buffer in self.masks:  # nothing writes it, and to look is to wait for a GPU
@@ -130,8 +130,8 @@ class ModelStates:
         self.masks.add(buffer)
 
     def _check_norms(self, name: str, over: Collection[int], in_rows: bool) -> None:
-        lies = self.sharding.states.get(name, I)
-        if (in_rows and 0 in over) or (lies.sharded and lies.dim in over):
+        placement = self.sharding.states.get(name, I)
+        if (in_rows and 0 in over) or (placement.sharded and placement.dim in over):
             dims = ", ".join(map(str, over))
             raise ModelError(
                 f"forward sets norms of the parameter {name!r}, over its dims {dims}, and no rank "
@@ -187,13 +187,13 @@ class ModelStates:
 
     def _whole(self, name: str, master: Master) -> Tensor:
         """A tensor, put together where each replica or tensor-parallel rank has a part of it."""
-        found, lies = master(name), self.sharding.states.get(name, I)
-        tensor = self._own(name) if found is None else found
-        if not lies.sharded:
+        of_master, placement = master(name), self.sharding.states.get(name, I)
+        tensor = self._own(name) if of_master is None else of_master
+        if not placement.sharded:
             return tensor
         if isinstance(tensor, DTensor):  # rows of a part
             tensor = tensor.full_tensor()
-        return collectives.whole(tensor, collectives.TENSOR_PARALLEL, lies)
+        return collectives.whole(tensor, collectives.TENSOR_PARALLEL, placement)
 
 
 def unused_states(graph: Graph, model: nn.Module) -> dict[str, StateSpec]:

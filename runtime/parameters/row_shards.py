@@ -142,8 +142,8 @@ class RowShards:
                     flat = whole.detach().view(-1)
                 else:
                     flat = whole.new_empty(whole.numel())
-                for mine, theirs in same_elements(flat, column):
-                    mine.copy_(theirs)
+                for target, source in same_elements(flat, column):
+                    target.copy_(source)
                 if not whole.is_contiguous():
                     whole.copy_(flat.view(whole.shape))
 
@@ -158,8 +158,8 @@ class RowShards:
         table.zero_()  # a gradient may be missing
         for parameter, column in zip(bucket.parameters, columns, strict=True):
             if parameter.grad is not None:
-                for mine, theirs in same_elements(parameter.grad.reshape(-1), column):
-                    theirs.copy_(mine)
+                for source, target in same_elements(parameter.grad.reshape(-1), column):
+                    target.copy_(source)
             parameter.grad = None
         own = table.new_empty(table.shape[1])
         work = reduce_scatter_single(own, table.view(-1), group=bucket.group, async_op=True)
@@ -171,8 +171,8 @@ class RowShards:
                 bucket.parameters, torch.split(own, _widths(bucket)), strict=True
             ):
                 shard = self._of[parameter]
-                more = piece[: shard.numel()].view(shard.shape).to(shard.device, shard.dtype)
-                shard.grad = more if shard.grad is None else shard.grad.add_(more)
+                rows = piece[: shard.numel()].view(shard.shape).to(shard.device, shard.dtype)
+                shard.grad = rows if shard.grad is None else shard.grad.add_(rows)
 
         return place
 
