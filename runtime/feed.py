@@ -211,14 +211,14 @@ class Feed:
         if self._apart:
             leaves = batches.flatten(batch)
             varied = any(_varied(leaf) for leaf in leaves.values())
-            found = self._all([batches.fingerprint(leaves), varied]).tolist()
-            for shard, (mark, is_varied) in enumerate(found):
-                same = next((n for n in range(shard) if found[n][0] == mark and is_varied), None)
-                if same is not None:
-                    one, other = self._asking(same), self._asking(shard, short=True)
+            marks = self._all([batches.fingerprint(leaves), varied]).tolist()
+            for shard, (mark, is_varied) in enumerate(marks):
+                twin = next((n for n in range(shard) if marks[n][0] == mark and is_varied), None)
+                if twin is not None:
+                    first, second = self._asking(twin), self._asking(shard, short=True)
                     raise ModelError(
-                        f"{one} and {other} gave the same first batch: replicas would train on the "
-                        "same rows",
+                        f"{first} and {second} gave the same first batch: replicas would train on "
+                        "the same rows",
                         hint="give each shard rows of its own, as batch[shard::num_shards], or "
                         "leave the two arguments out: each replica then takes its rows of a batch",
                     )
@@ -228,10 +228,10 @@ class Feed:
                     f"has {self._rows // dp} of them",
                     hint="batch_size is of all shards together: batch_size // num_shards rows each",
                 )
-        whole = rows * dp if self._file.sharded else rows
-        if whole != self._rows and not rows % self._parts:
+        all_rows = rows * dp if self._file.sharded else rows
+        if all_rows != self._rows and not rows % self._parts:
             self._say(
-                f"{self._asking()} gives batches of {whole} rows, and the plan is for "
+                f"{self._asking()} gives batches of {all_rows} rows, and the plan is for "
                 f"{self._rows}: its seconds and bytes are not those of this run"
             )
 

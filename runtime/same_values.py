@@ -76,14 +76,14 @@ class SameValues:
         """
         if world is None:
             return
-        found = [torch.empty_like(self._mine) for _ in range(ranks)]
-        dist.all_gather(found, self._mine, group=world)
+        gathered = [torch.empty_like(self._mine) for _ in range(ranks)]
+        dist.all_gather(gathered, self._mine, group=world)
         for name, number in self._at.items():
-            unlike = _unlike([of_rank[number].tolist() for of_rank in found])
-            if unlike is not None:
-                one, other = unlike
+            differing = _differing([of_rank[number].tolist() for of_rank in gathered])
+            if differing is not None:
+                first, second = differing
                 raise ModelError(
-                    f"ranks {one} and {other} have other values of the "
+                    f"ranks {first} and {second} have other values of the "
                     f"{self._states[name].kind} {name!r}: each has drawn its own while it built "
                     "the model",
                     hint="call torch.manual_seed(0) on every rank before the model is built, and "
@@ -92,12 +92,12 @@ class SameValues:
                 )
 
 
-def _unlike(found: Sequence[Sequence[float]]) -> tuple[int, int] | None:
+def _differing(of_ranks: Sequence[Sequence[float]]) -> tuple[int, int] | None:
     """The first rank that has a tensor, and one that has another."""
-    held = [rank for rank, (has, *_) in enumerate(found) if has]
-    for other in held[1:]:
-        _, norm, *sums = found[held[0]]
-        far = max(abs(a - b) for a, b in zip((norm, *sums), found[other][1:], strict=True))
-        if far > NEAR * norm + 1e-30:
-            return held[0], other
+    holders = [rank for rank, (has, *_) in enumerate(of_ranks) if has]
+    for other in holders[1:]:
+        _, norm, *sums = of_ranks[holders[0]]
+        distance = max(abs(a - b) for a, b in zip((norm, *sums), of_ranks[other][1:], strict=True))
+        if distance > NEAR * norm + 1e-30:
+            return holders[0], other
     return None

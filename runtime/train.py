@@ -116,13 +116,13 @@ def train(
     readings, clock = _Readings(pipe), clock_of(pipe.device)
     keeper = Keeper(pipe, optimizer, scheduler, feed, saving, say)
     first = pipe.steps if saving is not None else 0
-    left = None if steps is None else max(0, steps - first)
+    remaining = None if steps is None else max(0, steps - first)
     most = min((n for n in (steps, feed.of) if n is not None), default=None)
     with (
         progress_shown(most, talks and not quiet, say, log_every) as show,
         opened(metrics if talks else NOWHERE, plan, first, say) as log,
     ):
-        for step, batch in enumerate(islice(feed, left), start=first):
+        for step, batch in enumerate(islice(feed, remaining), start=first):
             pipe.meter = Meter() if readings.warming else None
             if recorder is not None:
                 recorder.begin(step + 1)
@@ -131,11 +131,11 @@ def train(
                 loss = pipe.step(batch, sharded=file.sharded)
                 around.append(clock.mark())  # what a plan predicts ends with the gradients
                 readings.losses.append(float(loss))
-                if (gone := _gone(readings.losses)) is not None:
+                if (error := _not_finite(readings.losses)) is not None:
                     if not keep_going:
-                        raise gone
+                        raise error
                     if talks:
-                        say(gone.message)
+                        say(error.message)
                 norm = None if limit is None else float(pipe.clip_grad_norm_(limit))
                 keeper.before_update()
                 update(optimizer, seeding.seed(pipe.seed, "optimizer", pipe.steps))
@@ -143,11 +143,11 @@ def train(
             elapsed = perf_counter() - began
             rows = rows_of(batch, plan, sharded=file.sharded)
             length = length_share(pipe.row_length, plan)
-            told = of_step(plan, step + 1, readings.losses[-1], elapsed, rows, length)
-            told = replace(told, grad_norm=norm)
-            show(told)
+            figures = of_step(plan, step + 1, readings.losses[-1], elapsed, rows, length)
+            figures = replace(figures, grad_norm=norm)
+            show(figures)
             if metrics and (step + 1) % (log_every or 1) == 0:
-                log(readings.whole(told, optimizer))
+                log(readings.completed(figures, optimizer))
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(readings.losses[-1])
             elif scheduler is not None:
@@ -210,19 +210,20 @@ class _Readings:
             self.compute.append(self.latest)
         self.steps, self.kept = self.steps + 1, self.kept or self.pipe.kept
 
-    def whole(self, told: Metrics, optimizer: torch.optim.Optimizer) -> Metrics:
+    def completed(self, metrics: Metrics, optimizer: torch.optim.Optimizer) -> Metrics:
         """The last step's metrics with what ranks and optimizer know; every rank calls it."""
         pipe = self.pipe
         stages, count = pipe.plan.stages, pipe.plan.batch.micro_batches
         computed = math.fsum(
-            turns.rounds(stages, index, count) * (own.forward_seconds + own.backward_seconds)
-            for index, own in self.latest.items()
+            turns.rounds(stages, index, count)
+            * (seconds.forward_seconds + seconds.backward_seconds)
+            for index, seconds in self.latest.items()
         )
         held = sum(stage.memory.peak for stage in (self.memory or {}).values())
         bubble, peak = over_ranks(1 - computed / self.last, held, self.world)
         rate = optimizer.param_groups[0].get("lr")
         return replace(
-            told,
+            metrics,
             bubble=bubble,
             peak_bytes=peak,
             learning_rate=None if rate is None else float(rate),
@@ -234,21 +235,21 @@ class _Readings:
         if self.memory is None:
             return Measured((), 0.0, ())
         compute = self.compute or [self.pipe.measured()]
-        own = {
+        stages_here = {
             stage: StagePrediction(
-                statistics.median(found[stage].forward_seconds for found in compute),
-                statistics.median(found[stage].backward_seconds for found in compute),
-                held.memory,
+                statistics.median(of_batch[stage].forward_seconds for of_batch in compute),
+                statistics.median(of_batch[stage].backward_seconds for of_batch in compute),
+                here.memory,
             )
-            for stage, held in self.memory.items()
+            for stage, here in self.memory.items()
         }
         step_seconds = statistics.median(self.seconds or [self.last])
-        stages, losses = _by_stage(own, self.pipe.plan), tuple(self.losses)
+        stages, losses = _by_stage(stages_here, self.pipe.plan), tuple(self.losses)
         gpu = most_bytes(self.pipe.device, self.world)
         return Measured(stages, step_seconds, losses, bubbles, gpu=gpu)
 
 
-def _gone(losses: Sequence[float]) -> ModelError | None:
+def _not_finite(losses: Sequence[float]) -> ModelError | None:
     """The sentence for a last loss that is the first one not finite."""
     *before, last = losses
     if math.isfinite(last) or not all(map(math.isfinite, before)):
@@ -262,13 +263,13 @@ def _gone(losses: Sequence[float]) -> ModelError | None:
 
 def _by_stage(own: dict[int, StagePrediction], plan: Plan) -> tuple[StagePrediction, ...]:
     """Every rank's measurement, put together: of a stage's replicas the median and the fullest."""
-    found: list[dict[int, StagePrediction]] = [own]
+    gathered: list[dict[int, StagePrediction]] = [own]
     if len(plan.mesh.places) > 1:
-        found = [own] * len(plan.mesh.places)
-        dist.all_gather_object(found, own)
+        gathered = [own] * len(plan.mesh.places)
+        dist.all_gather_object(gathered, own)
     stages = []
     for stage in range(len(plan.stages)):
-        replicas = [measured[stage] for measured in found if stage in measured]
+        replicas = [measured[stage] for measured in gathered if stage in measured]
         stages.append(
             replace(
                 max(replicas, key=lambda replica: replica.memory.peak),

@@ -83,13 +83,13 @@ def choose(gpus: Sequence[str | None], asked: str | None, *, nccl: bool = True) 
     if None in gpus or not nccl:
         return Choice("gloo")
     first = {gpu: rank for rank, gpu in reversed(list(enumerate(gpus)))}
-    twice = next(((first[gpu], rank) for rank, gpu in enumerate(gpus) if first[gpu] != rank), None)
-    if twice is None:
+    shared = next(((first[gpu], rank) for rank, gpu in enumerate(gpus) if first[gpu] != rank), None)
+    if shared is None:
         return Choice("nccl")
-    one, two = twice
+    a, b = shared
     return Choice(
         "gloo",
-        f"ranks {one} and {two} share {gpus[one]}, which NCCL refuses: tensors go over gloo, "
+        f"ranks {a} and {b} share {gpus[a]}, which NCCL refuses: tensors go over gloo, "
         "through host memory\n"
         "hint: NCCL 2.30 and later allow it with NCCL_MULTI_RANK_GPU_ENABLE=1; then also set "
         f"{VARIABLE}=nccl",

@@ -66,12 +66,12 @@ def make_links(pipelines: Sequence[Sequence[int]], edges: Sequence[Edge]) -> Lin
     dist.all_gather_object(cards, card)
     pairs = [{(stages[edge.source], stages[edge.target]) for edge in edges} for stages in pipelines]
     joined = {pair for found in pairs for pair in found if pair[0] != pair[1]}
-    near = {pair for pair in joined if _share_host(cards, pair)}
-    if joined and not near:
+    local = {pair for pair in joined if _share_host(cards, pair)}
+    if joined and not local:
         if listener is not None:
             listener.close()
         return "no two ranks that exchange tensors share a host"
-    peers = sorted({sum(pair) - rank for pair in near if rank in pair})
+    peers = sorted({sum(pair) - rank for pair in local if rank in pair})
     wires, problem = {}, None
     try:
         wires = make_wires(rank, cards, peers, listener)
@@ -86,12 +86,12 @@ def make_links(pipelines: Sequence[Sequence[int]], edges: Sequence[Edge]) -> Lin
         for wire in wires.values():
             wire.close()
         return min(known)[1]
-    far = (
+    distant = (
         stages
         for stages, found in zip(pipelines, pairs, strict=True)
-        if any(pair in joined - near for pair in found)
+        if any(pair in joined - local for pair in found)
     )
-    return Links(wires, tuple(far))
+    return Links(wires, tuple(distant))
 
 
 def _share_host(cards: Sequence[Card], pair: tuple[int, int]) -> bool:

@@ -115,7 +115,7 @@ class Emitted:
         kind = getattr(source, f"Stage{index}", None)
         if not isinstance(kind, type) or not issubclass(kind, nn.Module):
             raise PlanError(f"{path}: it has no class Stage{index}, an nn.Module", hint=_MEND)
-        with _told(path), torch.device("meta"):
+        with _one_sentence(path), torch.device("meta"):
             module = kind()
         states = _states(lowered.module)
         specs = {in_graph_module(name): str(held[name]) for name in lowered.stage.states}
@@ -124,7 +124,7 @@ class Emitted:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, tensor)
         if as_graph:
-            with _told(path):
+            with _one_sentence(path):
                 return replace(lowered, module=graph_of(module))
         expected = [boundaries[ref] for ref in lowered.stage.outgoing]
         module.forward = _placed(path, module.forward)
@@ -170,7 +170,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _one_sentence(path: Path) -> Iterator[None]:
     """Errors of an edited file in the block as one sentence."""
     try:
         yield
@@ -194,16 +194,16 @@ def _placed(path: Path, forward: Callable[..., Any]) -> Callable[..., Any]:
     of memory that is full are no errors of the file."""
 
     @functools.wraps(forward)
-    def told(*given: Any) -> Any:
+    def placed(*given: Any) -> Any:
         try:
             return forward(*given)
         except Exception as error:  # whatever has been written there
             if is_echo(error) or isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise
-            with _told(path):
+            with _one_sentence(path):
                 raise
 
-    return told
+    return placed
 
 
 def _run(path: Path, device: torch.device) -> ModuleType:
@@ -211,7 +211,7 @@ def _run(path: Path, device: torch.device) -> ModuleType:
     module = ModuleType(f"autopipe_emitted_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
-    with _told(path):
+    with _one_sentence(path):
         exec(compile(_read(path), str(path), "exec"), module.__dict__)
     if hasattr(module, "DEVICE"):
         module.DEVICE = device  # type: ignore[attr-defined]

@@ -239,17 +239,17 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
     plan, joint, stage = rank.part.plan, None, lowered.stage
     offload = offloaded(plan) if task.trains else ()
     check_offload(task.split.graph, stage, task.split.blocks, offload)
-    own = plan.stages[stage.index].offload if task.trains else ()
-    check_offload_there(task.split.graph, stage, task.split.blocks, own)
+    offloaded_blocks = plan.stages[stage.index].offload if task.trains else ()
+    check_offload_there(task.split.graph, stage, task.split.blocks, offloaded_blocks)
     gathered = rank.held.gathered.get(lowered.stage.index)
-    how = wanted(
+    joint_as = wanted(
         splits(task.compute),
         compiled=plan.compiled,
         by_op=by_op(plan),
         gathers=gathered is not None,
         offload=offload,
     )
-    if how is not None and task.trains:
+    if joint_as is not None and task.trains:
         joint = joint_for(
             task.split.graph,
             lowered,
@@ -257,10 +257,10 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
             last=lowered.stage.is_last(task.split.graph),
             precision=plan.precision,
             device=rank.part.device,
-            wanted=how,
+            wanted=joint_as,
         )
     module = lowered.module
-    if joint is None and own:
+    if joint is None and offloaded_blocks:
         raise cannot_offload(stage)
     if joint is None and task.trains:
         engine = AutogradEngine(module)

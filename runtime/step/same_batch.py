@@ -71,37 +71,38 @@ def check_same(
         rows = batch.rows_of(plan.inputs, leaves)
     except ModelError as error:
         rows, refusal = -1, error
-    mine = torch.tensor([batch.fingerprint(leaves) if contents else 0, rows, length])
-    found = list(torch.empty(len(plan.mesh.places), 3, dtype=mine.dtype))
-    dist.all_gather(found, mine, group=world)
-    for other in plan.mesh.places:
-        first = other.dp * plan.mesh.tp if sharded else 0
-        if found[other.rank][0] != found[first][0]:
-            whose = f"of data-parallel coordinate {other.dp} " if sharded else ""
+    own = torch.tensor([batch.fingerprint(leaves) if contents else 0, rows, length])
+    gathered = list(torch.empty(len(plan.mesh.places), 3, dtype=own.dtype))
+    dist.all_gather(gathered, own, group=world)
+    for peer in plan.mesh.places:
+        first = peer.dp * plan.mesh.tp if sharded else 0
+        if gathered[peer.rank][0] != gathered[first][0]:
+            whose = f"of data-parallel coordinate {peer.dp} " if sharded else ""
             raise ModelError(
-                f"ranks {whose}were given different batches: rank {first} and rank {other.rank}",
+                f"ranks {whose}were given different batches: rank {first} and rank {peer.rank}",
                 hint="every rank passes the same batch to step; a rank that passes its own "
                 "part says step(batch, sharded=True)",
             )
     if refusal is not None:
         raise refusal
-    for other in plan.mesh.places:
-        theirs = int(found[other.rank][2])
+    for peer in plan.mesh.places:
+        peer_length = int(gathered[peer.rank][2])
         # Each replica goes through its own pipeline; a loss over the batch sees all of them.
-        apart = sharded and other.dp != place.dp and plan.loss_over != BATCH
-        if theirs != length and not apart:
+        independent = sharded and peer.dp != place.dp and plan.loss_over != BATCH
+        if peer_length != length and not independent:
             raise ModelError(
-                f"rank {place.rank} was given rows of {length} tokens, rank {other.rank} of "
-                f"{theirs}: all ranks of a replica must be given the same",
+                f"rank {place.rank} was given rows of {length} tokens, rank {peer.rank} of "
+                f"{peer_length}: all ranks of a replica must be given the same",
                 hint="nothing of this step was sent; pad to the same length on every rank",
             )
-    for other in plan.mesh.places:
-        theirs = int(found[other.rank][1])
-        if theirs != rows:
-            what = f"{theirs} rows" if theirs >= 0 else "a batch that does not fit the plan"
+    for peer in plan.mesh.places:
+        peer_rows = int(gathered[peer.rank][1])
+        if peer_rows != rows:
+            what = f"{peer_rows} rows" if peer_rows >= 0 else "a batch that does not fit the plan"
             raise ModelError(
-                f"rank {place.rank} was given {rows} rows, rank {other.rank} {what}: all ranks, "
+                f"rank {place.rank} was given {rows} rows, rank {peer.rank} {what}: all ranks, "
                 "and the parts of all data-parallel coordinates, must have as many",
                 hint="nothing of this step was sent; give every rank the same batch",
             )
-    return sum(int(theirs[2]) for theirs in found) / len(found)  # replicas have as many ranks
+    # The mean over ranks is that over replicas, which have as many.
+    return sum(int(of_rank[2]) for of_rank in gathered) / len(gathered)

@@ -154,8 +154,8 @@ class BatchLoss:
         seeds = {}
         for e, leaf, gradient_ in zip(trained, leaves, found, strict=True):
             of_all = torch.zeros_like(leaf) if gradient_ is None else gradient_
-            own = e.parted(of_all, mesh.dp)[place.dp]
-            seeds[e.gradient or ""] = e.parted(own, parts.count)
+            seeds_of_rank = e.parted(of_all, mesh.dp)[place.dp]
+            seeds[e.gradient or ""] = e.parted(seeds_of_rank, parts.count)
         return seeds
 
     def _of_batch(self, embedding: Embedding, parts: Sequence[Tensor]) -> Tensor:

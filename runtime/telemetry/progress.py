@@ -47,15 +47,15 @@ def progress_shown(
     of = f"/{steps}" if steps else ""
     ended: list[float] = []
 
-    def words(metrics: Metrics) -> str:
+    def text(metrics: Metrics) -> str:
         ended.append(perf_counter())
-        told = f"loss {figure(metrics.loss)}  {throughput(metrics)}"
+        line = f"loss {figure(metrics.loss)}  {throughput(metrics)}"
         if metrics.mfu is not None:
-            told += f"  MFU {numbers.percent(metrics.mfu)}"
+            line += f"  MFU {numbers.percent(metrics.mfu)}"
         if steps and len(ended) > 1:  # the first one takes longer than any other
-            left = (ended[-1] - ended[0]) / (len(ended) - 1) * (steps - metrics.step)
-            told += f"  {_clock(left)} left" if left >= 1 else ""
-        return told
+            remaining = (ended[-1] - ended[0]) / (len(ended) - 1) * (steps - metrics.step)
+            line += f"  {_clock(remaining)} left" if remaining >= 1 else ""
+        return line
 
     if not talks:
         yield lambda metrics: None
@@ -69,10 +69,10 @@ def progress_shown(
             task = bar.add_task("", total=steps)
 
             def draw(metrics: Metrics) -> None:
-                step, told = metrics.step, words(metrics)
+                step, line = metrics.step, text(metrics)
                 if log_every and step % log_every == 0:
-                    bar.console.print(f"step {step}{of}  {told}", highlight=False)
-                bar.update(task, completed=step, description=told)
+                    bar.console.print(f"step {step}{of}  {line}", highlight=False)
+                bar.update(task, completed=step, description=line)
 
             yield draw
     else:
@@ -80,9 +80,9 @@ def progress_shown(
         offset = 0 if log_every else 1
 
         def tell(metrics: Metrics) -> None:
-            step, told = metrics.step, words(metrics)
+            step, line = metrics.step, text(metrics)
             if (step - offset) % every == 0 or step == steps:
-                say(f"step {step}{of}  {told}")
+                say(f"step {step}{of}  {line}")
 
         yield tell
 
