@@ -22,28 +22,28 @@ _NAMES = {BATCH: "b", SEQUENCE: "s"}
 _POWERS = {1: "", 2: "²"}
 
 
-def sheet(found: Formulas) -> str:
+def sheet(formulas: Formulas) -> str:
     """The lines of a micro-batch's costs, for each part and for the whole model."""
-    length = found.longest or 1
-    if found.longest is None:
-        one, tokens = "one row", f"the sequence is no symbol: {found.why}"
+    length = formulas.longest or 1
+    if formulas.longest is None:
+        one_row, tokens = "one row", f"the sequence is no symbol: {formulas.why}"
     else:
-        one, tokens = f"one row of {length} tokens", f"s: tokens of a row, up to {length}"
-    left_out = f"left out: terms below {LEAST:.1%} of the value at {one}"
+        one_row, tokens = f"one row of {length} tokens", f"s: tokens of a row, up to {length}"
+    left_out = f"left out: terms below {LEAST:.1%} of the value at {one_row}"
     lines = ["b: rows of a micro-batch", tokens, left_out, "", _line("", "forward", "backward")]
-    for part in (*found.parts, ModelPart("the whole", 1, found.total)):
+    for part in (*formulas.parts, ModelPart("the whole", 1, formulas.total)):
         lines += _lines(part, length)
     return "\n".join(lines)
 
 
-def as_data(found: Formulas) -> dict[str, Any]:
+def as_data(formulas: Formulas) -> dict[str, Any]:
     """The same for a program: formulas in b and s as text in the syntax of Python."""
-    rows = [{"name": p.name, "count": p.count, "each": _texts(p.each)} for p in found.parts]
+    rows = [{"name": p.name, "count": p.count, "each": _texts(p.each)} for p in formulas.parts]
     return {
-        "longest": found.longest,
-        "why_no_sequence": found.why or None,
+        "longest": formulas.longest,
+        "why_no_sequence": formulas.why or None,
         "parts": rows,
-        "total": _texts(found.total),
+        "total": _texts(formulas.total),
     }
 
 
@@ -75,22 +75,22 @@ def _line(name: str, forward: str, backward: str = "") -> str:
 
 def formula(dim: Dim, length: int) -> str:
     """`768 b s² + 3.54M b s`, without terms that do not matter for one row of `length` tokens."""
-    found = sympy.sympify(dim)
-    if found is sympy.nan:
+    expression = sympy.sympify(dim)
+    if expression is sympy.nan:
         return "no formula"
-    parts = sympy.Add.make_args(found.expand())
+    parts = sympy.Add.make_args(expression.expand())
     polynomial = sympy.Add(*(part for part in parts if part.is_polynomial(*_NAMES)))
-    told = [
+    terms = [
         (abs(float(factor)) * length ** powers[1], _term(float(factor), powers))
         for powers, factor in sympy.Poly(polynomial, *_NAMES).terms()
     ]
-    told += [
+    terms += [
         (abs(float(part.subs({BATCH: 1, SEQUENCE: length}))), str(part))
         for part in parts
         if not part.is_polynomial(*_NAMES)
     ]
-    least = LEAST * sum(value for value, _ in told)
-    return " + ".join(text for value, text in told if value > least) or "0"
+    least = LEAST * sum(value for value, _ in terms)
+    return " + ".join(text for value, text in terms if value > least) or "0"
 
 
 def _term(factor: float, powers: tuple[int, ...]) -> str:

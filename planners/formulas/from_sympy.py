@@ -29,15 +29,15 @@ def of_sympy(formula: Any, names: Mapping[Any, str]) -> Expression:
     Raises:
         AutopipeError: it has an unknown symbol or operator.
     """
-    found = sympy.sympify(formula)
-    if found in names:
-        return names[found]
-    if found.is_Number:
-        return float(found)
-    operator = _OPERATORS.get(found.func)
+    expression = sympy.sympify(formula)
+    if expression in names:
+        return names[expression]
+    if expression.is_Number:
+        return float(expression)
+    operator = _OPERATORS.get(expression.func)
     if operator is None:
-        raise AutopipeError(f"{found} is no formula of sums, products and powers")
-    parts = tuple(of_sympy(part, names) for part in found.args)
+        raise AutopipeError(f"{expression} is no formula of sums, products and powers")
+    parts = tuple(of_sympy(part, names) for part in expression.args)
     if operator in ("+", "*"):
         return total(*parts) if operator == "+" else product(*parts)
     return (operator, *parts)

@@ -66,14 +66,14 @@ def traced_again(plan: Plan, file: ModelFile) -> TracedAgain:
         PlanError: it is not the plan's.
     """
     example, specs = arguments.example_of(file.inputs)
-    two = batch.two_rows(example, specs)
-    how = kept_by(plan)
-    found = trace_lengths(file.model, two, specs, file.loss, how)
+    two_rows = batch.two_rows(example, specs)
+    dtypes = kept_by(plan)
+    lengths = trace_lengths(file.model, two_rows, specs, file.loss, dtypes)
     tokens = row_length.length_of(specs) or 0
-    traced = TracedAgain(found.trace, tokens, found.why)
-    if found.longest is not None and not _is_of(plan, traced):
+    traced = TracedAgain(lengths.trace, tokens, lengths.why)
+    if lengths.longest is not None and not _is_of(plan, traced):
         # A table as long as the row is read whole at full length, a different program.
-        fixed = trace_source(file.model, two, specs, file.loss, kept=how)
+        fixed = trace_source(file.model, two_rows, specs, file.loss, kept=dtypes)
         traced = TracedAgain(fixed, tokens, f"the model is another program at {tokens} tokens")
     if not _is_of(plan, traced):
         graph = traced.fixed().graph

@@ -140,11 +140,11 @@ class Formulas:
             rows, sequence: arrays that broadcast; a length only where it is a symbol.
         """
         evaluate = sympy.lambdify((BATCH, SEQUENCE), self.total.row, "numpy")
-        found = evaluate(np.asarray(rows, float), np.asarray(sequence, float))
+        amounts = evaluate(np.asarray(rows, float), np.asarray(sequence, float))
         shape = np.broadcast_shapes(np.shape(rows), np.shape(sequence))
         return {
             field.name: np.broadcast_to(values, shape)
-            for field, values in zip(fields(Amounts), found, strict=True)
+            for field, values in zip(fields(Amounts), amounts, strict=True)
         }
 
 

@@ -44,15 +44,15 @@ def rivals(plan: Plan, file: ModelFile, traced: TracedAgain, most: int, say: Say
         say: gets a line of talk at a time.
     """
     job = job_of(plan, file, traced, say)
-    found: list[Plan] = []
+    distinct: list[Plan] = []
     with phase("plans beside it", of=most) as done:
         for other in _searched(plan, job):
-            if all(not _same(other, known) for known in (plan, *found)):
-                found.append(other)
+            if all(not _same(other, known) for known in (plan, *distinct)):
+                distinct.append(other)
                 done()
-            if len(found) >= most:
+            if len(distinct) >= most:
                 break
-    return found
+    return distinct
 
 
 def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> request.Job:
@@ -109,18 +109,18 @@ def _searched(plan: Plan, job: request.Job) -> Iterator[Plan]:
             candidates[tp] = candidate_at(job, tp, Stopwatch())
         return candidates[tp]
 
-    own = candidate(plan.mesh.tp)
-    problem = own.counted().problem
-    near = plan.planner.alternatives
+    chosen = candidate(plan.mesh.tp)
+    problem = chosen.counted().problem
+    alternatives = plan.planner.alternatives
     scarce = {"memory": _less_memory(problem), "link": _slower_link(problem)}
-    for other in near[:2]:
-        yield from _plan(candidate(other.tp), (other.pp, other.dp))
-    for what, less in scarce.items():
-        for found in _plan(own, None, less):
-            binding = f"{SCARCE[what]}, where: {found.planner.binding}"
-            yield replace(found, planner=replace(found.planner, binding=binding))
-    for other in near[2:]:
-        yield from _plan(candidate(other.tp), (other.pp, other.dp))
+    for alternative in alternatives[:2]:
+        yield from _plan(candidate(alternative.tp), (alternative.pp, alternative.dp))
+    for resource, scarcer in scarce.items():
+        for rival in _plan(chosen, None, scarcer):
+            binding = f"{SCARCE[resource]}, where: {rival.planner.binding}"
+            yield replace(rival, planner=replace(rival.planner, binding=binding))
+    for alternative in alternatives[2:]:
+        yield from _plan(candidate(alternative.tp), (alternative.pp, alternative.dp))
 
 
 def _plan(

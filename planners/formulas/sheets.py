@@ -66,26 +66,26 @@ def sheets(plan: Plan, file: ModelFile, say: Say, most: int = MOST_RIVALS) -> Sh
         traced = traced_again(plan, file)
     try:
         stops = stops_of(plan, traced.tokens, symbolic=traced.symbolic)
-        found = [_sheet(plan, traced, stops)]
+        of_plans = [_sheet(plan, traced, stops)]
     except NoPolynomial as error:
         if not traced.symbolic:
             raise
         traced = replace(traced, trace=traced.fixed(), why=error.message)
         stops = stops_of(plan, traced.tokens, symbolic=False)
-        found = [_sheet(plan, traced, stops)]
+        of_plans = [_sheet(plan, traced, stops)]
     for rival in rivals(plan, file, traced, most, say):
         mesh = rival.mesh
         try:
-            found.append(_sheet(rival, traced, stops))
+            of_plans.append(_sheet(rival, traced, stops))
         except AutopipeError as error:
             say(f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} is not beside it: {error.message}")
-    return Sheets(tuple(found), stops, traced.why)
+    return Sheets(tuple(of_plans), stops, traced.why)
 
 
 def _sheet(plan: Plan, traced: TracedAgain, stops: Stops) -> Sheet:
-    found = cut(plan, traced)
+    planned = cut(plan, traced)
     stages = [
-        StageFormulas(*seconds, **vars(own))
-        for seconds, own in zip(stage_seconds(found), stage_bytes(found), strict=True)
+        StageFormulas(*seconds, **vars(sizes))
+        for seconds, sizes in zip(stage_seconds(planned), stage_bytes(planned), strict=True)
     ]
-    return sheet_of(plan, stages, stops, model_flops(found))
+    return sheet_of(plan, stages, stops, model_flops(planned))

@@ -72,24 +72,24 @@ class StageSizes:
     wide: int
 
 
-def stage_bytes(found: PlannedStages) -> list[StageSizes]:
+def stage_bytes(planned: PlannedStages) -> list[StageSizes]:
     """The bytes of a plan's stages.
 
     Raises:
         NoPolynomial: the bytes of some stage are no polynomial.
     """
-    rows = found.plan.batch.microbatch_rows(found.plan.mesh.dp)
-    tokens = found.traced.tokens if found.traced.symbolic else 0
-    run = cache(lambda rows, tokens: _dry_run(found, rows, tokens))
-    gpus = found.plan.cluster.has_gpus
-    with phase("bytes at other sizes"), as_first(found.plan.mesh.tp), for_gpus(gpus):
+    rows = planned.plan.batch.microbatch_rows(planned.plan.mesh.dp)
+    tokens = planned.traced.tokens if planned.traced.symbolic else 0
+    run = cache(lambda rows, tokens: _dry_run(planned, rows, tokens))
+    gpus = planned.plan.cluster.has_gpus
+    with phase("bytes at other sizes"), as_first(planned.plan.mesh.tp), for_gpus(gpus):
         lengths = (tokens, tokens // 2) if tokens else (0,)
         try:  # most models' kept bytes are a straight line in the tokens, too
-            return _fitted(found, run, (rows, 2 * rows), lengths)
+            return _fitted(planned, run, (rows, 2 * rows), lengths)
         except NoPolynomial:
             if not tokens:
                 raise
-            return _fitted(found, run, (rows, 2 * rows), (*lengths, tokens // 4))
+            return _fitted(planned, run, (rows, 2 * rows), (*lengths, tokens // 4))
 
 
 class NoPolynomial(AutopipeError):
@@ -97,7 +97,7 @@ class NoPolynomial(AutopipeError):
 
 
 def _fitted(
-    found: PlannedStages,
+    planned: PlannedStages,
     run: Callable[[int, int], _Ran],
     rows: tuple[int, int],
     lengths: tuple[int, ...],
@@ -108,7 +108,7 @@ def _fitted(
     runs = [run(*point) for point in (*points, check)]
     fit = cache(lambda values: _through(points, check, values))
     stages = []
-    for index in range(len(found.plan.stages)):
+    for index in range(len(planned.plan.stages)):
         formulas = {
             what: fit(tuple(ran.stages[index][what] for ran in runs))
             for what in runs[0].stages[index]
@@ -116,17 +116,18 @@ def _fitted(
         sends = {what.removeprefix(SENT): f for what, f in formulas.items() if what not in OWN}
         kept, stash, fresh, made, momentary = (formulas[what] for what in OWN)
         compiled = runs[0].compiled[index]
-        passing, (most, wide) = _passing(found, index, compiled=compiled), _gradients(found, index)
+        passing = _passing(planned, index, compiled=compiled)
+        most, wide = _gradients(planned, index)
         others = passing, most, 0 if compiled else most, wide
         stages.append(StageSizes(kept, stash, fresh, made, momentary, sends, *others))
     return stages
 
 
-def _dry_run(found: PlannedStages, rows: int, tokens: int) -> _Ran:
+def _dry_run(planned: PlannedStages, rows: int, tokens: int) -> _Ran:
     """The bytes of all stages at one size."""
-    ran = dry_run(found.fixed(rows, tokens), repeats_equal=True, known={}).rehearsal
+    ran = dry_run(planned.fixed(rows, tokens), repeats_equal=True, known={}).rehearsal
     sampled = []
-    for stage in found.split.stages:
+    for stage in planned.split.stages:
         own = sizes(ran, stage)
         sent = {f"{SENT}{ref}": ran.boundaries[ref].bytes for ref, _ in stage.sends}
         sampled.append({what: getattr(own, what) for what in OWN} | sent)
@@ -166,18 +167,18 @@ def _power(name: str, power: int) -> tuple[Expression, ...]:
     return () if not power else (name,) if power == 1 else (("^", name, float(power)),)
 
 
-def _passing(found: PlannedStages, index: int, *, compiled: bool) -> Expression:
+def _passing(planned: PlannedStages, index: int, *, compiled: bool) -> Expression:
     """`StageSizes.passing`, as `plan_memory` counts it."""
-    graph, stage = found.split.graph, found.split.stages[index]
+    graph, stage = planned.split.graph, planned.split.stages[index]
     sizes = [*filter(None, loss_bytes(graph, stage.nodes, compiled=compiled))]
     return largest(*(of_sympy(size, NAMES) for size in sizes)) if sizes else 0.0
 
 
-def _gradients(found: PlannedStages, index: int) -> tuple[int, int]:
+def _gradients(planned: PlannedStages, index: int) -> tuple[int, int]:
     """`StageSizes.largest` and `.wide`, as `plan_memory` counts them."""
-    states = (found.split.graph.states[name] for name in found.split.stages[index].states)
+    states = (planned.split.graph.states[name] for name in planned.split.stages[index].states)
     trained = [state for state in states if state.trainable]
     summed = [bytes_at(state.summed, 1) for state in trained]
-    sharded = found.plan.zero == 1 and found.plan.mesh.dp > 1
+    sharded = planned.plan.zero == 1 and planned.plan.mesh.dp > 1
     wide = 0 if sharded else sum(bytes_at(state.held, 1) for state in trained) - sum(summed)
     return max(summed, default=0), wide

@@ -59,63 +59,65 @@ class Seconds(NamedTuple):
     backward: Expression
 
 
-def stage_seconds(found: PlannedStages) -> list[Seconds]:
+def stage_seconds(planned: PlannedStages) -> list[Seconds]:
     """The seconds of a plan's stages.
 
     Raises:
         AutopipeError: the seconds of some op are no formula of sums, products and powers.
     """
-    placed = holders(programs.compute(found.plan))
-    kinds = {rank: _kinds(found.plan, rank) for rank in set(placed)}
-    plain = found.split.plain or found.split
-    nodes = {kind.device.kind: _Nodes(found, kind) for own in kinds.values() for kind in own}
-    parting = _conversions(found)
-    here = {
-        ROWS: found.plan.batch.microbatch_rows(found.plan.mesh.dp),
-        TOKENS: found.traced.tokens,
-        BANDWIDTH: links.farthest(found.plan.cluster).link.bandwidth,
+    placed = holders(programs.compute(planned.plan))
+    kinds = {rank: _kinds(planned.plan, rank) for rank in set(placed)}
+    plain = planned.split.plain or planned.split
+    nodes = {
+        kind.device.kind: _Nodes(planned, kind) for of_rank in kinds.values() for kind in of_rank
+    }
+    parting = _conversions(planned)
+    sizes = {
+        ROWS: planned.plan.batch.microbatch_rows(planned.plan.mesh.dp),
+        TOKENS: planned.traced.tokens,
+        BANDWIDTH: links.farthest(planned.plan.cluster).link.bandwidth,
     }
     seconds = []
     for stage, rank in zip(plain.stages, placed, strict=True):
-        own = [
+        of_rank = [
             _with_conversions(
-                _gathering(found, stage, rank, nodes[kind.device.kind].of(stage)),
+                _gathering(planned, stage, rank, nodes[kind.device.kind].of(stage)),
                 parting[stage.index],
                 kind,
-                found.plan,
+                planned.plan,
             )
             for kind in kinds[rank]
         ]
-        seconds.append(max(own, key=lambda each: sum(value(way, here) for way in each)))
+        seconds.append(max(of_rank, key=lambda each: sum(value(way, sizes) for way in each)))
     return seconds
 
 
-def _conversions(found: PlannedStages) -> list[Conversions]:
+def _conversions(planned: PlannedStages) -> list[Conversions]:
     """For each stage its conversions to parts and back."""
-    split, plan = found.split, found.plan
+    split, plan = planned.split, planned.plan
     if split.plain is None:
         return [NONE] * len(split.stages)
     added = frozenset(split.graph.index.keys() - split.plain.graph.index.keys())
     return conversions(split.graph, split.stages, added, plan.mesh.tp, plan.precision)
 
 
-def _with_conversions(own: Seconds, of: Conversions, kind: GroupKind, plan: Plan) -> Seconds:
+def _with_conversions(computing: Seconds, of: Conversions, kind: GroupKind, plan: Plan) -> Seconds:
     """A stage's seconds with those of conversions to parts and back, which nothing hides."""
     if not of.costs or kind.link is None:
-        return own
-    wire, ways = _wire(plan, kind.link), ([own.forward], [own.backward])
+        return computing
+    wire, ways = _wire(plan, kind.link), ([computing.forward], [computing.backward])
     for roofs in op_seconds.roofs(of.costs, kind.device, of.dtypes):
         for way, roof in zip(ways, roofs, strict=True):
-            way.append(_told(roof))
+            way.append(_roof_seconds(roof))
     for moves, size in of.exchanges:
         for way, move in zip(ways, moves, strict=True):
             way.append(_sent(move, size, wire, plan.mesh.tp))
     return Seconds(*(total(*way) for way in ways))
 
 
-def model_flops(found: PlannedStages) -> Expression:
+def model_flops(planned: PlannedStages) -> Expression:
     """The operations of b rows that MFU counts, of the whole model."""
-    costs = op_costs.costs(found.traced.trace.graph)
+    costs = op_costs.costs(planned.traced.trace.graph)
     counted = Counter(cost.model_flops for cost in costs)
     return total(*(product(float(n), of_sympy(dim, NAMES)) for dim, n in counted.items()))
 
@@ -123,20 +125,20 @@ def model_flops(found: PlannedStages) -> Expression:
 def _kinds(plan: Plan, rank: int) -> list[GroupKind]:
     """The kinds of tensor-parallel groups that a pipeline rank has."""
     numbered, mesh = predict.devices(plan), plan.mesh
-    own = {
+    groups_of_rank = {
         tuple(numbered[mesh.rank(rank, dp, tp)] for tp in range(mesh.tp)) for dp in range(mesh.dp)
     }
     groups = tp_groups(plan.cluster, mesh.tp, plan.mesh.pp * plan.mesh.dp)
-    kinds = [kind for group in groups if group.devices in own for kind in group.kinds]
+    kinds = [kind for group in groups if group.devices in groups_of_rank for kind in group.kinds]
     return list({kind.device.kind: kind for kind in kinds}.values())
 
 
 class _Nodes:
     """The formulas of all nodes on one kind of device."""
 
-    def __init__(self, found: PlannedStages, kind: GroupKind) -> None:
-        plain = found.split.plain or found.split
-        plan, graph = found.plan, plain.graph
+    def __init__(self, planned: PlannedStages, kind: GroupKind) -> None:
+        plain = planned.split.plain or planned.split
+        plan, graph = planned.plan, plain.graph
         costs = op_costs.costs(graph)
         dtypes = computed_in(graph, costs, plan.precision)
         owner = {p: b.path for b in plain.blocks for p in range(b.first, b.stop)}
@@ -155,7 +157,7 @@ class _Nodes:
                 (_sent(there, size, wire, plan.mesh.tp), _sent(back, size, wire, plan.mesh.tp))
                 for (there, back), size in moves
             ]
-        self._told = cache(_told)
+        self._seconds_of = cache(_roof_seconds)
 
     def of(self, stage: Stage) -> Seconds:
         """Of the nodes of a stage."""
@@ -172,10 +174,12 @@ class _Nodes:
         return Seconds(*(self._sum(*pair) for pair in zip(ways, sent, strict=True)))
 
     def _sum(self, roofs: Counter[Roof], sent: Iterable[Expression]) -> Expression:
-        return total(*(product(float(n), self._told(roof)) for roof, n in roofs.items()), *sent)
+        return total(
+            *(product(float(n), self._seconds_of(roof)) for roof, n in roofs.items()), *sent
+        )
 
 
-def _told(roof: Roof) -> Expression:
+def _roof_seconds(roof: Roof) -> Expression:
     computing, moving, besides = (of_sympy(part, NAMES) for part in roof)
     return total(largest(computing, moving), besides)
 
@@ -197,37 +201,39 @@ def _sent(move: Move | None, size: Dim, wire: tuple[float, Expression], ranks: i
     return total(move.rounds * (ranks - 1) * wire[0], product(moved, wire[1]))
 
 
-def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> Seconds:
+def _gathering(planned: PlannedStages, stage: Stage, rank: int, computing: Seconds) -> Seconds:
     """The seconds with ZeRO's gathers and scatters, as in `planners.model.stage_costs`."""
-    plan, graph = found.plan, (found.split.plain or found.split).graph
+    plan, graph = planned.plan, (planned.split.plain or planned.split).graph
     if not plan.scatters:
-        return own
+        return computing
     states = [graph.states[name] for name in stage.states]
     summed = sum(bytes_at(state.summed, 1) for state in states if state.trainable)
     half = partial(half_sum, copying=plan.cluster.copying)
     scatters = _exchange(plan, rank, half, summed)
     gathers = _exchange(plan, rank, half, _read(states)) if plan.fully_sharded else 0.0
     if not plan.cluster.all_gpus:
-        return Seconds(total(own.forward, gathers), total(own.backward, gathers, scatters))
+        return Seconds(
+            total(computing.forward, gathers), total(computing.backward, gathers, scatters)
+        )
     if not plan.fully_sharded:
-        return Seconds(own.forward, _beside(own.backward, 0.0, scatters))
-    first, last = (_exchange(plan, rank, half, size) for size in _edges(found, stage))
+        return Seconds(computing.forward, _overlapped(computing.backward, 0.0, scatters))
+    first, last = (_exchange(plan, rank, half, size) for size in _edges(planned, stage))
     return Seconds(
-        _beside(own.forward, first, gathers),
-        _beside(own.backward, last, total(gathers, scatters)),
+        _overlapped(computing.forward, first, gathers),
+        _overlapped(computing.backward, last, total(gathers, scatters)),
     )
 
 
-def _beside(computing: Expression, first: Expression, moved: Expression) -> Expression:
+def _overlapped(computing: Expression, first: Expression, moved: Expression) -> Expression:
     """Seconds of computing and of collectives, of which the first one blocks computing and the
     others run beside it."""
     slowed = total(product(1 - BESIDE, first), product(BESIDE, moved))
     return largest(total(computing, slowed), moved)
 
 
-def _edges(found: PlannedStages, stage: Stage) -> tuple[int, int]:
+def _edges(planned: PlannedStages, stage: Stage) -> tuple[int, int]:
     """Bytes that forward reads of the parameters of a stage's first and of its last block."""
-    plain = found.split.plain or found.split
+    plain = planned.split.plain or planned.split
     graph, owner = plain.graph, owners(plain.blocks, stage.first, stage.stop)
 
     def read(positions: Iterable[int]) -> int:
@@ -241,8 +247,8 @@ def _edges(found: PlannedStages, stage: Stage) -> tuple[int, int]:
                 return read(range(block.first, block.stop)) if block is not None else alone
         return 0
 
-    own = range(stage.first, stage.stop)
-    return edge(own), edge(reversed(own))
+    positions_of_stage = range(stage.first, stage.stop)
+    return edge(positions_of_stage), edge(reversed(positions_of_stage))
 
 
 def _read(states: Iterable[StateSpec]) -> int:
@@ -259,9 +265,9 @@ def _exchange(
 ) -> Expression:
     """Seconds in which a rank's replicas gather or scatter `size` bytes."""
     numbered, mesh = predict.devices(plan), plan.mesh
-    own = [numbered[mesh.rank(rank, dp)] for dp in range(mesh.dp)]
+    replicas = [numbered[mesh.rank(rank, dp)] for dp in range(mesh.dp)]
 
     def seconds(cluster: Cluster) -> float:
-        return taking(size, Topology.of(cluster).levels(own), mesh.tp)
+        return taking(size, Topology.of(cluster).levels(replicas), mesh.tp)
 
     return links.on_farthest(plan.cluster, seconds)
