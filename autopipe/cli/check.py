@@ -14,7 +14,7 @@ from autopipe.errors import AutopipeError
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, command
 from autopipe.terminal.console import say
-from autopipe.terminal.paths import found, say_edits
+from autopipe.terminal.paths import model_source, say_edits
 from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def check(
         _as_rank(Path(what))
         return
     degrees = {"pp": pp, "tp": tp, "dp": dp, "micro_batches": micro_batches}
-    words = {
+    values = {
         "schedule": schedule,
         "chunks": chunks,
         "precision": precision,
@@ -85,13 +85,13 @@ def check(
         "offload": offload,
         "loss_parts": loss_parts,
     }
-    asked = {name: value for name, value in words.items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
     sizes = {name: value for name, value in degrees.items() if value is not None}
     if what.endswith(".json"):
-        more: dict[str, Any] = {**sizes, **asked, **({"cluster": cluster} if cluster else {})}
-        result = _of_plan(what, model, more.pop("precision", None), list(more))
+        options: dict[str, Any] = {**sizes, **given, **({"cluster": cluster} if cluster else {})}
+        result = _of_plan(what, model, options.pop("precision", None), list(options))
     else:
-        result = _of_model(what, cluster, batch, sizes, asked)
+        result = _of_model(what, cluster, batch, sizes, given)
     if json:
         console.show(result.as_data())
     else:
@@ -117,18 +117,18 @@ def _as_rank(folder: Path) -> None:
         run_rank(folder)
 
 
-def _of_plan(path: str, model: str | None, precision: str | None, asked: list[str]) -> Comparison:
+def _of_plan(path: str, model: str | None, precision: str | None, others: list[str]) -> Comparison:
     from autopipe.planfile.contents import Plan
 
-    if asked:
-        words = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
+    if others:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in others)
         raise AutopipeError(
             f"{path} is a plan, which decides how to split, and {words} was given as well",
             hint=f"autopipe check {path}; or plan again with {words}",
         )
     loaded = Plan.load(path)
     say_edits(loaded)
-    source = model or found(loaded, Path(path), "check")
+    source = model or model_source(loaded, Path(path), "check")
     with loading():
         from autopipe.checking.check import check_plan
 
@@ -156,14 +156,14 @@ def _of_model(
         from autopipe.planners.driver.arguments import turns_of
         from autopipe.planners.driver.make_plan import plan as make_plan
 
-    if taken := turns_of(words.get("turns")):
-        sizes, words = {"pp": sum(taken), **sizes}, {**words, "turns": taken}
+    if ranks_of_stages := turns_of(words.get("turns")):
+        sizes, words = {"pp": sum(ranks_of_stages), **sizes}, {**words, "turns": ranks_of_stages}
     file = model_file.load(source)
     rows = batch or file.batch_size
     if cluster is None or cluster.startswith(("local:", "cpu:")):
         return check_model(source, usual_degrees(sizes, cluster, rows, words), words, say, started)
-    more: dict[str, Any] = {**sizes, **words}
-    made = make_plan(
+    options: dict[str, Any] = {**sizes, **words}
+    planned = make_plan(
         file.model,
         file.inputs,
         loss=file.loss,
@@ -172,9 +172,9 @@ def _of_model(
         batch_size=rows,
         loss_over=file.loss_over,
         say=say,
-        **more,
+        **options,
     )
-    return check_plan(made, source, say, start=started)
+    return check_plan(planned, source, say, start=started)
 
 
 def _print(result: Comparison) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from autopipe.terminal.commands import PlanArgument, command
 from autopipe.terminal.console import say
-from autopipe.terminal.paths import found, relative
+from autopipe.terminal.paths import model_source, relative
 from autopipe.util.gc_pause import loading
 
 
@@ -27,7 +27,7 @@ def emit(
         from autopipe.planfile.contents import Plan
 
     loaded = Plan.load(plan)
-    source = model or found(loaded, plan, "emit")
+    source = model or model_source(loaded, plan, "emit")
     file = model_file.load(source)
     there = relative(source, output.resolve())
     write(file.model, loaded, output, loss=file.loss, source=there, force=force)

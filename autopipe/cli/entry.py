@@ -81,13 +81,13 @@ def program(function: Callable[..., None]) -> None:
     from autopipe.runtime.launch import voice, world
 
     @functools.wraps(function)
-    def told(*args: object, **kwargs: object) -> None:
+    def wrapper(*args: object, **kwargs: object) -> None:
         with voice.one_voice(world.world_from(os.environ), debug=console.debug()):
             function(*args, **kwargs)
 
-    own = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    own.command()(with_talk(told))
-    _call(own, Path(sys.argv[0]).name, sys.argv[1:], function)
+    cli = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    cli.command()(with_talk(wrapper))
+    _call(cli, Path(sys.argv[0]).name, sys.argv[1:], function)
 
 
 def _call(

@@ -35,7 +35,7 @@ def explain(
     """
     from autopipe.planfile.contents import Plan
     from autopipe.report import as_json, paper
-    from autopipe.report.explain import explain as told
+    from autopipe.report.explain import explain as explanation
     from autopipe.util import atomic_file
 
     check_folder(html)
@@ -44,7 +44,7 @@ def explain(
     if json:
         console.show(as_json.whole(loaded))
     else:
-        print(told(loaded, paper.width(), stages=stages, why=why), end="")
+        print(explanation(loaded, paper.width(), stages=stages, why=why), end="")
     if html is not None:
         from autopipe.page.contents import contents_of
         from autopipe.page.write import page

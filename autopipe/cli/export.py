@@ -11,7 +11,7 @@ import typer
 from autopipe.errors import AutopipeError
 from autopipe.terminal.commands import PlanArgument, app, command
 from autopipe.terminal.console import say, tell
-from autopipe.terminal.paths import check_folder, found, say_edits
+from autopipe.terminal.paths import check_folder, model_source, say_edits
 
 
 @command("autopipe export plan.json --to slurm -o train.sbatch")
@@ -88,7 +88,7 @@ def export(
     """
     if to == ONNX:
         return _stages(plan, output, rows, weights)
-    said = {name: value for name, value in locals().items() if name not in _OWN}
+    options = {name: value for name, value in locals().items() if name not in _OWN}
     from autopipe.export.targets import LAUNCHERS
     from autopipe.interop.targets import RUNTIMES
     from autopipe.planfile.contents import Plan
@@ -103,9 +103,9 @@ def export(
     loaded = Plan.load(plan)
     say_edits(loaded)
     if to in LAUNCHERS:
-        text, program = _launched(loaded, to, plan, said, run or []), LAUNCHERS[to].program
+        text, program = _launched(loaded, to, plan, options, run or []), LAUNCHERS[to].program
     else:
-        given = [option for option, value in {**said, "run": run}.items() if value]
+        given = [option for option, value in {**options, "run": run}.items() if value]
         if given:
             raise AutopipeError(f"{_dashed(given[0])} is for launchers, and {to} is none")
         exported = RUNTIMES[to](loaded)
@@ -132,7 +132,7 @@ def _stages(path: Path, folder: Path | None, rows: int | None, weights: Path | N
         raise AutopipeError("onnx is a folder of files", hint=f"--to {ONNX} -o FOLDER")
     check_folder(folder)
     plan = Plan.load(path)
-    source = found(plan, path, "export")
+    source = model_source(plan, path, "export")
     from autopipe.frontend import model_file
     from autopipe.runtime.onnx_stages import write_stages
 
@@ -142,13 +142,13 @@ def _stages(path: Path, folder: Path | None, rows: int | None, weights: Path | N
     say(f"{folder}: {len(plan.stages)} stages and chain.json, for onnxruntime")
 
 
-def _launched(plan: Any, to: str, path: Path, said: dict[str, Any], run: list[str]) -> str:
+def _launched(plan: Any, to: str, path: Path, options: dict[str, Any], run: list[str]) -> str:
     """The text for a launcher."""
     from autopipe.export import targets
     from autopipe.export.words import Words, seconds_of
 
     _check_run(path, run)
-    words: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    words: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if "time" in words:
         words["time_limit"] = seconds_of(words.pop("time"))
     if "hosts" in words:

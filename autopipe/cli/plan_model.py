@@ -216,7 +216,7 @@ def plan(
     )
     with watch("written"):
         made.save(output)
-    say(_told(made))
+    say(_one_line(made))
     if spending.speed(made):
         say(f"speed: {spending.speed(made)}")
     if facts.idle(made) is not None:
@@ -229,7 +229,7 @@ def plan(
         print(output)
 
 
-def _told(made: Plan) -> str:
+def _one_line(made: Plan) -> str:
     """A plan in a line."""
     mesh = made.mesh
     return (

@@ -10,7 +10,7 @@ import typer
 from autopipe.errors import AutopipeError
 from autopipe.terminal.commands import command
 from autopipe.terminal.console import say
-from autopipe.terminal.paths import check_folder, found, say_edits
+from autopipe.terminal.paths import check_folder, model_source, say_edits
 from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ def _recorded(folder: Path) -> Recording:
         AutopipeError: it is none of a run's; of checkpoints it names the command for them.
     """
     from autopipe.report import recorded
-    from autopipe.runtime.checkpoint.folder import found as checkpoints_in
-    from autopipe.runtime.checkpoint.folder import is_one
+    from autopipe.runtime.checkpoint.folder import checkpoints_in, is_one
 
     if is_one(folder) or checkpoints_in(folder):
         raise AutopipeError(
@@ -93,7 +92,7 @@ def _recorded(folder: Path) -> Recording:
 def _sheets(plan: Plan, path: Path, model: str | None) -> Sheets | None:
     """The sheets of a plan; None, with a line that says why, where its model is not to be had."""
     try:
-        source = model or found(plan, path, "report")
+        source = model or model_source(plan, path, "report")
         with loading():
             from autopipe.frontend import model_file
             from autopipe.planners.formulas.sheets import sheets

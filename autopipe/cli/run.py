@@ -17,7 +17,7 @@ from autopipe.errors import AutopipeError
 from autopipe.terminal import console
 from autopipe.terminal.commands import PlanArgument, command
 from autopipe.terminal.console import say, tell
-from autopipe.terminal.paths import check_folder, found, relative, say_edits
+from autopipe.terminal.paths import check_folder, model_source, relative, say_edits
 from autopipe.util import atomic_file, codec, numbers
 from autopipe.util.gc_pause import loading
 
@@ -130,22 +130,22 @@ def run(
         check_folder(trace)
         if save is not None:
             atomic_file.check_model(save)
-        kept = _kept(checkpoints, save_every, keep, seed, resume=resume, replan=replan)
-        to = _destinations(metrics, tensorboard, wandb, world, resume=resume)
+        keeping = _keeping(checkpoints, save_every, keep, seed, resume=resume, replan=replan)
+        destinations = _destinations(metrics, tensorboard, wandb, world, resume=resume)
         _check_logs(log_dir, started_here=local is not None or pod is not None)
-        source = model or found(loaded, plan, "run")
+        source = model or model_source(loaded, plan, "run")
         if pod is not None:
-            signals = asked.SIGNALS if kept is not None else ()
+            signals = asked.SIGNALS if keeping is not None else ()
             raise typer.Exit(_start_pod(pod, loaded, signals, log_dir))
         if replan and checkpoints is not None:
             loaded = _planned_anew(loaded, source, world, local, checkpoints)
-        here = launch.World(0, local or 1, 0, local or 1, 0, "", 0)
-        asking = here if local is not None or world is None else world
+        started_here = launch.World(0, local or 1, 0, local or 1, 0, "", 0)
+        asking = started_here if local is not None or world is None else world
         launch.check_world(asking, len(loaded.mesh.places), str(plan))
         if local is not None and (local > 1 or log_dir is not None) and world is None:
-            signals = asked.SIGNALS if kept is not None else ()
+            signals = asked.SIGNALS if keeping is not None else ()
             raise typer.Exit(launch.spawn(local, sys.argv[1:], forwarded=signals, log_dir=log_dir))
-        if kept is not None:
+        if keeping is not None:
             asked.listen(alone=world is None)
         if leads:
             say_edits(loaded)
@@ -161,8 +161,8 @@ def run(
             quiet=console.quiet(),
             max_grad_norm=max_grad_norm,
             keep_going=keep_going,
-            kept=kept,
-            metrics=to,
+            keeping=keeping,
+            metrics=destinations,
             record=record,
             snapshot=snapshot,
         )
@@ -216,7 +216,7 @@ def _start_pod(pod: Pod, plan: Plan, forwarded: Sequence[Signals], log_dir: Path
     )
 
 
-def _kept(
+def _keeping(
     folder: Path | None,
     every: int | None,
     keep: int,
@@ -238,13 +238,13 @@ def _kept(
                 hint=f"--checkpoints FOLDER {option}",
             )
         return None
-    from autopipe.runtime.checkpoint.folder import found as checkpoints_in
+    from autopipe.runtime.checkpoint.folder import checkpoints_in
 
     atomic_file.check_new_folder(folder, "--checkpoints")
-    there = checkpoints_in(folder)
-    if there and not resume:
+    earlier = checkpoints_in(folder)
+    if earlier and not resume:
         raise AutopipeError(
-            f"--checkpoints {folder} has {there[0][1].name} of an earlier run",
+            f"--checkpoints {folder} has {earlier[0][1].name} of an earlier run",
             hint="--resume goes on from it; to begin anew, give another folder",
         )
     return {"folder": folder, "every": every, "keep": keep, "seed": seed, "resume": resume}
@@ -290,17 +290,17 @@ def _planned_anew(
 def _train(
     plan: Plan,
     source: str,
-    made: dict[str, Any],
+    built: dict[str, Any],
     steps: int | None,
     trace: Path | None,
     save: Path | None,
     *,
-    kept: dict[str, Any] | None,
+    keeping: dict[str, Any] | None,
     record: Path | None,
     max_grad_norm: float | None,
-    **how: Any,
+    **options: Any,
 ) -> None:
-    """Train; `made` are options of `parallelize`, `kept` of `Keeping`, `how` those of `train`.
+    """Train with options of `parallelize` (`built`), of `Keeping` and of `train` (`options`).
 
     Under `--quiet` training tells of what went another way than asked for, and of nothing else.
     """
@@ -316,16 +316,16 @@ def _train(
     if max_grad_norm is not None:
         norm = check_norm(max_grad_norm, "--max-grad-norm")
         file = replace(file, max_grad_norm=norm)
-    build, weights = file.start() if made["weights"] is None else (file.model, made["weights"])
-    made = made | {"weights": weights}
-    pipe = parallelize(build, plan, loss=file.loss, say=say, **made)
+    build, weights = file.start() if built["weights"] is None else (file.model, built["weights"])
+    built = built | {"weights": weights}
+    pipe = parallelize(build, plan, loss=file.loss, say=say, **built)
     if pipe.place.rank == 0:
         for line in file.since_planning(plan):
             tell(line)
-    saving = Keeping(**kept) if kept is not None else None
+    saving = Keeping(**keeping) if keeping is not None else None
     if record is not None and pipe.place.rank == 0:
         replace(plan, source=relative(source, record.resolve())).save(record / recorded.PLAN)
-    measured = train(pipe, file, steps, tell, trace, saving=saving, **how)
+    measured = train(pipe, file, steps, tell, trace, saving=saving, **options)
     if measured.stopped:
         return
     if not measured.losses and pipe.steps and pipe.place.rank == 0:
@@ -333,8 +333,8 @@ def _train(
     if save is not None and pipe.steps:
         pipe.save(save)
     if pipe.place.rank == 0 and (measured.losses or not pipe.steps):
-        folder = kept["folder"] if kept is not None else None
+        folder = keeping["folder"] if keeping is not None else None
         if record is not None:
             recorded.end(record, measured.stages, measured.step_seconds, measured.bubbles)
             say(f"{record}: the record; `autopipe report {record}` shows it")
-        report(plan, measured, source, trace, save, folder, quiet=how["quiet"])
+        report(plan, measured, source, trace, save, folder, quiet=options["quiet"])

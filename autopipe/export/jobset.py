@@ -24,7 +24,7 @@ def job_set(job: Launch) -> str:
     pod: Manifest = {
         "restartPolicy": "Never",  # JobSet starts all pods again, not one
         "terminationGracePeriodSeconds": pods.GRACE,
-        "containers": [pods.container(job, "node", _told(job))],
+        "containers": [pods.container(job, "node", _environment(job))],
         "volumes": pods.volumes(job),
     }
     indexed: Manifest = {
@@ -49,7 +49,7 @@ def job_set(job: Launch) -> str:
     return pods.text(job, "JobSet 0.8 and later", manifest)
 
 
-def _told(job: Launch) -> list[Manifest]:
+def _environment(job: Launch) -> list[Manifest]:
     """The PET variables of a pod, as Kubeflow would set them, which `autopipe run` reads."""
     name = job.words.name
     index = {"fieldRef": {"fieldPath": _INDEX}}

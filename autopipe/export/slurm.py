@@ -31,7 +31,7 @@ def script(job: Launch) -> str:
         title=job.title,
         version=VERSION,
         path=job.path,
-        asked=_asked(job, tasks),
+        asked=_options(job, tasks),
         venv=words.venv,
         style=style,
         port=words.port,
@@ -46,7 +46,7 @@ def script(job: Launch) -> str:
     )
 
 
-def _asked(job: Launch, tasks: int) -> dict[str, object]:
+def _options(job: Launch, tasks: int) -> dict[str, object]:
     """The options of sbatch, in its own names; None: one without a value."""
     words = job.words
     saves = words.checkpoints is not None
@@ -55,7 +55,7 @@ def _asked(job: Launch, tasks: int) -> dict[str, object]:
             f"--time is {words.time_limit} s, and the last checkpoint begins {job.notice} s before",
             hint=f"ask for more than {job.notice // 60 + 1} minutes",
         )
-    asked: dict[str, object] = {
+    options: dict[str, object] = {
         "job-name": words.name,
         "nodes": job.nodes,
         "ntasks-per-node": tasks,
@@ -73,7 +73,7 @@ def _asked(job: Launch, tasks: int) -> dict[str, object]:
         "signal": f"B:USR1@{job.notice}" if saves else None,
     }
     flags = {"requeue" if saves else "no-requeue": None}
-    return {name: value for name, value in asked.items() if value is not None} | flags
+    return {name: value for name, value in options.items() if value is not None} | flags
 
 
 def _srun(job: Launch, tasks: int) -> list[str]:

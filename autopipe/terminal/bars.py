@@ -55,13 +55,13 @@ class _Phase:
     def line(self, now: float) -> str:
         """`measuring: 5 of 12, 6 s so far, about 8 s left`; `searching: 5 done, 6 s so far`."""
         taken = now - self.begun
-        said = [f"{self.parts} of {self.of}"] if self.of else []
+        texts = [f"{self.parts} of {self.of}"] if self.of else []
         if not self.of and self.parts:
-            said.append(f"{self.parts} done")
-        said.append(f"{taken:.0f} s so far")
+            texts.append(f"{self.parts} done")
+        texts.append(f"{taken:.0f} s so far")
         if self.of and 0 < self.parts < self.of:
-            said.append(f"about {taken / self.parts * (self.of - self.parts):.0f} s left")
-        return f"{self.name}: {', '.join(said)}"
+            texts.append(f"about {taken / self.parts * (self.of - self.parts):.0f} s left")
+        return f"{self.name}: {', '.join(texts)}"
 
 
 class Lines:

@@ -70,12 +70,12 @@ class _Table(TyperGroup):
 
 def unknown_command(name: str, known: list[str]) -> AutopipeError:
     """The error for an unknown command; it suggests the nearest known one."""
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.6)
-    meant = _MEANT.get(name.lower()) or (near[0] if near else None)
+    close = difflib.get_close_matches(name, known, 1, cutoff=0.6)
+    suggested = _MEANT.get(name.lower()) or (close[0] if close else None)
     every = f"the commands are {', '.join(known)}"
-    if meant is None:
+    if suggested is None:
         return AutopipeError(f"there is no command {name!r}", hint=every)
-    return AutopipeError(f"there is no command {name!r}", hint=f"{EXAMPLES[meant]}; {every}")
+    return AutopipeError(f"there is no command {name!r}", hint=f"{EXAMPLES[suggested]}; {every}")
 
 
 app = typer.Typer(
@@ -107,7 +107,7 @@ def with_talk(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options `--debug` and `--quiet` to a command's function."""
 
     @functools.wraps(function)
-    def told(*args: Any, debug: bool = False, quiet: bool = False, **kwargs: Any) -> None:
+    def wrapper(*args: Any, debug: bool = False, quiet: bool = False, **kwargs: Any) -> None:
         console.ask(debug=debug, quiet=quiet)
         with ExitStack() as block:
             if not console.debug():
@@ -124,15 +124,16 @@ def with_talk(function: Callable[..., None]) -> Callable[..., None]:
                 watchdog.verdict(error)  # the other ranks learn who has ended
                 raise typer.Exit(130) from None
 
-    own, hints = inspect.signature(function), typing.get_type_hints(function, include_extras=True)
+    signature = inspect.signature(function)
+    hints = typing.get_type_hints(function, include_extras=True)
     parameters = [
-        *(of.replace(annotation=hints[name]) for name, of in own.parameters.items()),
+        *(p.replace(annotation=hints[name]) for name, p in signature.parameters.items()),
         *(
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
             for name, hint in (("quiet", _Quiet), ("debug", _Debug))
         ),
     ]
-    told.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    told.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    del told.__wrapped__  # hints would be sought there
-    return told
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    del wrapper.__wrapped__  # hints would be sought there
+    return wrapper

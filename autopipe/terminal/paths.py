@@ -38,7 +38,7 @@ def relative(source: str, folder: Path) -> str:
     return os.path.relpath(Path(source).resolve(), folder)
 
 
-def found(plan: Plan, path: Path, command: str) -> str:
+def model_source(plan: Plan, path: Path, command: str) -> str:
     """Find the plan's model file, relative to the folder of the plan file at `path`."""
     if plan.source is None:
         raise PlanError(

@@ -42,27 +42,27 @@ def sentence(
     parameter = getattr(error, "param", None)
     option = getattr(error, "option_name", None)
     if parameter is not None and type(error).__name__ == "MissingParameter":
-        asked = f": {parameter.help}" if getattr(parameter, "help", None) else ""
-        return AutopipeError(f"{_shown(parameter)} is missing{asked}", hint=example)
+        description = f": {parameter.help}" if getattr(parameter, "help", None) else ""
+        return AutopipeError(f"{_shown(parameter)} is missing{description}", hint=example)
     if parameter is not None and parameter.param_type_name == "argument":
         return AutopipeError(f"{_shown(parameter)}: {_plain(error.message)}", hint=example)
     if parameter is not None:
-        named = _shown(parameter)
-        found = _given(parameter.opts, argv)
+        shown = _shown(parameter)
+        value = _value_of_option(parameter.opts, argv)
         expected = _expected(function, parameter.name)
-        if found is None or expected is None:
-            return AutopipeError(f"{named}: {_plain(error.message)}", hint=every)
-        return AutopipeError(f"{named}: expected {expected}, found {found!r}", hint=every)
+        if value is None or expected is None:
+            return AutopipeError(f"{shown}: {_plain(error.message)}", hint=every)
+        return AutopipeError(f"{shown}: expected {expected}, found {value!r}", hint=every)
     if option is not None and type(error).__name__ == "NoSuchOption":
         known = [] if context is None else [o for p in context.command.params for o in p.opts]
-        near = difflib.get_close_matches(option, known, 1)
-        meant = f"is it {near[0]}? " if near else ""
-        return AutopipeError(f"there is no option {option!r}", hint=f"{meant}{every}")
+        close = difflib.get_close_matches(option, known, 1)
+        suggestion = f"is it {close[0]}? " if close else ""
+        return AutopipeError(f"there is no option {option!r}", hint=f"{suggestion}{every}")
     if option is not None and " requires " in error.message:
         return AutopipeError(f"{option} stands without its value", hint=every)
-    many = re.search(r"unexpected extra arguments?(?:\(s\))? \((?P<words>.*)\)", error.message)
-    what = f"one argument too many: {many['words']}" if many else _plain(error.message)
-    return AutopipeError(what, hint=f"{example}; {every}")
+    match = re.search(r"unexpected extra arguments?(?:\(s\))? \((?P<words>.*)\)", error.message)
+    message = f"one argument too many: {match['words']}" if match else _plain(error.message)
+    return AutopipeError(message, hint=f"{example}; {every}")
 
 
 def _shown(parameter: Any) -> str:
@@ -78,7 +78,7 @@ def _plain(message: str) -> str:
     return (message[:1].lower() + message[1:]).rstrip(".")
 
 
-def _given(names: Sequence[str], argv: Sequence[str]) -> str | None:
+def _value_of_option(names: Sequence[str], argv: Sequence[str]) -> str | None:
     """What stands behind an option."""
     for here, following in zip(argv, [*argv[1:], None], strict=True):
         if here in names:

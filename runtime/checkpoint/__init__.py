@@ -5,6 +5,6 @@ Out: `step-00000020/`, with a file of tensors and a manifest from each rank; the
 
 Never found here: gradients, activations, how a step runs; pickle, or anything else that executes.
 
-Other rooms use: `layout.own_tensors`, `checkpoints.Checkpoints`, `content.Content`, `folder.found`,
-`stored.Stored`, `convert`, `compare`.
+Other rooms use: `layout.own_tensors`, `checkpoints.Checkpoints`, `content.Content`,
+`folder.checkpoints_in`, `stored.Stored`, `convert`, `compare`.
 """

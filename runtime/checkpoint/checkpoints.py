@@ -180,7 +180,7 @@ class Checkpoints:
             self._failed = f"the checkpoint of step {writing.step} was not written: {self._failed}"
             if self._place.rank == 0:
                 folders.remove(writing.partial)
-                newest = folders.found(self._folder)
+                newest = folders.checkpoints_in(self._folder)
                 has = f"{newest[0][1].name} is the newest" if newest else "there is none so far"
                 self._say(f"{self._failed}; {has}")
         return any_asked
@@ -209,7 +209,7 @@ class Checkpoints:
 
     def _commit(self, writing: _Writing) -> str | None:
         """On rank 0, finish a checkpoint that all ranks have written; returns what went wrong."""
-        newest = folders.found(self._folder)
+        newest = folders.checkpoints_in(self._folder)
         if newest and newest[0][0] > writing.step:
             return f"{newest[0][1]} is of a later step, so of another run: take another folder"
         try:

@@ -53,7 +53,7 @@ def manifest_name(rank: int) -> str:
     return f"rank-{rank}.json"
 
 
-def found(folder: Path) -> list[tuple[int, Path]]:
+def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
     """The whole checkpoints of a run, newest first, each with its step."""
     return sorted(((step, path) for step, path in _named(folder, _WHOLE)), reverse=True)
 
@@ -65,7 +65,7 @@ def is_one(folder: Path) -> bool:
 
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints to resume from, the best one first: the folder itself, or those in it."""
-    return [folder] if is_one(folder) else [path for _, path in found(folder)]
+    return [folder] if is_one(folder) else [path for _, path in checkpoints_in(folder)]
 
 
 def commit(partial: Path, keep: int) -> Path:
@@ -98,7 +98,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 def rotate(folder: Path, keep: int) -> None:
     """Remove all checkpoints but the `keep` newest."""
-    for _, path in found(folder)[keep:]:
+    for _, path in checkpoints_in(folder)[keep:]:
         remove(path)
 
 
