@@ -66,7 +66,7 @@ class Feed:
         self._epochs = epochs or 1
         self._say = say if place.rank == 0 else lambda line: None
         self._rows = plan.batch.rows
-        self._told: set[tuple[int, ...]] = set()
+        self._announced: set[tuple[int, ...]] = set()
         # Parts that each replica reads for itself may differ in number and rows.
         self._apart = file.sharded and plan.mesh.dp > 1
         self._parts = plan.batch.micro_batches * (1 if file.sharded else plan.mesh.dp)
@@ -189,9 +189,9 @@ class Feed:
 
     def _leave_out(self, found: list[int]) -> None:
         self.left_out += 1
-        if tuple(found) in self._told:
+        if tuple(found) in self._announced:
             return
-        self._told.add(tuple(found))
+        self._announced.add(tuple(found))
         micro_batches, dp = self._pipe.plan.batch.micro_batches, self._pipe.plan.mesh.dp
         into = f"{micro_batches} micro-batches" + (f" on each of {dp} replicas" if dp > 1 else "")
         has = f"{found[0]} rows"

@@ -158,7 +158,7 @@ def train(
     if talks and keeper.stopped is None:
         feed.dry(steps)
     if talks and snapshot is not None:
-        say(snapshot.told(range(first + 1, first + 1 + len(readings.losses))))
+        say(snapshot.announcement(range(first + 1, first + 1 + len(readings.losses))))
     bubbles: tuple[float, ...] = ()
     if recorder is not None and trace is not None:
         bubbles = write(trace, recorder, plan, trace.stem, pipe.place.rank, readings.world)

@@ -92,24 +92,24 @@ def _step(plan: Plan, parts: Mapping[str, float], measured: MeasuredRun) -> Iter
     planned, took = plan.prediction.step_seconds, measured.step_seconds
     if not planned or not took:
         return
-    more = took / planned - 1
-    told = f"a step took {seconds(took)}, planned were {seconds(planned)}"
-    if abs(more) < APART:
-        yield Advice(f"{told}: {percent(abs(more))} {'more' if more > 0 else 'less'}")
+    excess = took / planned - 1
+    text = f"a step took {seconds(took)}, planned were {seconds(planned)}"
+    if abs(excess) < APART:
+        yield Advice(f"{text}: {percent(abs(excess))} {'more' if excess > 0 else 'less'}")
         return
     busy = chart.computing(plan, measured)
-    meant = sum(s for name, s in parts.items() if name not in WAITED)
-    waits, planned_waits = max(took - busy, 0.0), max(planned - meant, 0.0)
-    which = "computing" if abs(busy - meant) >= abs(waits - planned_waits) else "waiting"
-    pair = (busy, meant) if which == "computing" else (waits, planned_waits)
+    planned_busy = sum(s for name, s in parts.items() if name not in WAITED)
+    waits, planned_waits = max(took - busy, 0.0), max(planned - planned_busy, 0.0)
+    cause = "computing" if abs(busy - planned_busy) >= abs(waits - planned_waits) else "waiting"
+    pair = (busy, planned_busy) if cause == "computing" else (waits, planned_waits)
     change = (
         "the devices' rates are others than those planned with: autopipe probe --again, then "
         "plan again"
-        if which == "computing"
+        if cause == "computing"
         else "ranks waited longer than planned: look for a slow rank or link in the step below"
     )
-    told += f"; most of the difference is {which}: {seconds(pair[0])}, planned {seconds(pair[1])}"
-    yield Advice(told, change)
+    text += f"; most of the difference is {cause}: {seconds(pair[0])}, planned {seconds(pair[1])}"
+    yield Advice(text, change)
 
 
 def _stages(plan: Plan, measured: MeasuredRun) -> Iterator[Advice]:
@@ -141,9 +141,9 @@ def _bytes(plan: Plan, measured: MeasuredRun) -> Iterator[Advice]:
     planned = sum(plan.stages[stage].predicted.memory.seen for stage in rank.stages)
     if not held or not planned:
         return
-    more = held / planned - 1
-    told = f"the fullest device held {memory(held)}, planned were {memory(planned)}"
-    if more >= APART:
-        yield Advice(told, "lower --memory by as much, and plan again")
-    elif more <= -APART:
-        yield Advice(told, "there is room for more rows in a micro-batch than planned")
+    excess = held / planned - 1
+    text = f"the fullest device held {memory(held)}, planned were {memory(planned)}"
+    if excess >= APART:
+        yield Advice(text, "lower --memory by as much, and plan again")
+    elif excess <= -APART:
+        yield Advice(text, "there is room for more rows in a micro-batch than planned")

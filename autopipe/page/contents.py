@@ -143,7 +143,7 @@ def contents_of(
     table = figures(plan, all_of_them=True)
     others = facts.alternatives(plan)
     parts = waterfall_of(plan)
-    told = advice.of_run(plan, parts, measured) if measured is not None else []
+    advice_of_run = advice.of_run(plan, parts, measured) if measured is not None else []
     return Contents(
         title=title,
         kind="a plan, before it runs" if run is None else "a run, beside its plan",
@@ -151,7 +151,7 @@ def contents_of(
         headlines=tuple(_headlines(plan, run)),
         decided=tuple(facts.decided(plan)),
         waterfall=waterfall.of_plan(plan, parts, measured),
-        advice=(*told, *advice.of_plan(plan, parts)),
+        advice=(*advice_of_run, *advice.of_plan(plan, parts)),
         memory=memory.of_plan(plan, sheet, measured),
         step=steps.of_plan(plan, run.lanes if run is not None else None),
         losses=losses.of_metrics(run.metrics) if run is not None else None,
@@ -162,7 +162,7 @@ def contents_of(
         why=(plan.planner.binding, *filter(None, [facts.crossing(plan)])),
         others=_others(others),
         searched=facts.searched(plan),
-        held=tuple(_held(plan, index) for index in range(len(plan.stages))),
+        held=tuple(_stage_words(plan, index) for index in range(len(plan.stages))),
         tensor_parallel="\n".join(describe(plan)),
     )
 
@@ -211,14 +211,14 @@ def _sliders(plan: Plan, sheets: tuple[Sheet, ...], stops: Stops, why_no_tokens:
     )
 
 
-def _stages(found: Table, first: int, unit: str) -> Iterator[Captioned]:
+def _stages(table: Table, first: int, unit: str) -> Iterator[Captioned]:
     """The seconds and the bytes of the stages in a table each; the peak begins what is bytes."""
-    every = range(len(found.names))
+    every = range(len(table.names))
     for columns, caption in (
         (every[:first], "Time: one micro-batch on each stage"),
         (every[first:], f"Memory of a device, in {unit}"),
     ):
-        part = found.columns(columns)
+        part = table.columns(columns)
         yield Captioned(caption, part.names, part.rows, (part.names[0], *part.left))
 
 
@@ -228,15 +228,15 @@ def _others(others: list[tuple[str, str]]) -> Captioned | None:
     return Captioned(caption, names, tuple(others), names) if others else None
 
 
-def _held(plan: Plan, index: int) -> StageWords:
+def _stage_words(plan: Plan, index: int) -> StageWords:
     stage = plan.stages[index]
     pairs = [("from", stage.first), ("to", stage.last)]
     for sent in stage.sends:
         back = ", its gradient comes back" if sent.gradient else ""
-        pairs.append(("sends", f"{sent.told} to stage {sent.peer}{back}"))
-    for own in repeated(plan, [stage]):
-        what = f"{words(own.ops)} of " if own.ops else ""
-        pairs.append(("runs again", what + ", ".join(own.blocks)))
+        pairs.append(("sends", f"{sent.text} to stage {sent.peer}{back}"))
+    for group in repeated(plan, [stage]):
+        ops = f"{words(group.ops)} of " if group.ops else ""
+        pairs.append(("runs again", ops + ", ".join(group.blocks)))
     pairs.append(("parameters", ", ".join(stage.parameters)))
     parameters = count(len(stage.parameters), "parameter tensor")
     title = f"stage {index}: {count(stage.nodes, 'node')}, {parameters}"

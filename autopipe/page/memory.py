@@ -81,7 +81,7 @@ def of_plan(plan: Plan, sheet: Sheet | None, measured: MeasuredRun | None) -> Me
     fullest = sorted(range(len(peaks)), key=lambda rank: -peaks[rank] / rooms[rank])
     drawn = sorted(fullest[:MOST_RANKS])
     found = [
-        _held(plan, rank, stages[rank], peaks[rank], rooms[rank], curves[rank], measured)
+        _rank_memory(plan, rank, stages[rank], peaks[rank], rooms[rank], curves[rank], measured)
         for rank in drawn
     ]
     return MemoryChart(tuple(found), len(peaks))
@@ -97,7 +97,7 @@ def _rooms(plan: Plan) -> list[int]:
     return found
 
 
-def _held(
+def _rank_memory(
     plan: Plan,
     rank: int,
     stages: Sequence[int],
@@ -127,7 +127,7 @@ def _held(
         numbers.memory(peak),
         numbers.memory(states),
         f"{numbers.memory(seen)} of {numbers.memory(planned)} that a run sees" if seen else "",
-        _words(plan.stages[stages[0]].predicted.fullest),
+        _instruction_words(plan.stages[stages[0]].predicted.fullest),
         line,
         y(states),
         y(room) if near else None,
@@ -136,13 +136,13 @@ def _held(
     )
 
 
-def _words(instruction: str) -> str:
+def _instruction_words(instruction: str) -> str:
     if not instruction:
         return ""
-    found = parse(instruction)
-    if found.kind in COMPUTE:
-        return f"{found.kind.value}{found.microbatch} of stage {found.stage}"
-    return short(found)
+    parsed = parse(instruction)
+    if parsed.kind in COMPUTE:
+        return f"{parsed.kind.value}{parsed.microbatch} of stage {parsed.stage}"
+    return short(parsed)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> str:
@@ -176,15 +176,15 @@ def _curves(plan: Plan, sheet: Sheet, stages: Sequence[Sequence[int]]) -> list[_
 
 
 def _fullest(
-    said: str, starts: Mapping[Instruction, float], points: Sequence[tuple[float, int]]
+    text: str, starts: Mapping[Instruction, float], points: Sequence[tuple[float, int]]
 ) -> float:
     """When a rank is fullest: at the instruction that its plan says.
 
     Buckets of sums and gradients cast for the optimizer exist after the last computation.
     """
-    if not said:
+    if not text:
         return max(points, key=lambda point: point[1])[0]
-    instruction = parse(said)
+    instruction = parse(text)
     if instruction.kind in (Kind.REDUCE, Kind.STEP):
         return max(start for other, start in starts.items() if other.kind not in COMPUTE)
     return starts.get(instruction, 0.0)

@@ -35,7 +35,7 @@ class Box:
         chunk: 1 for the second stage of its rank, and so on.
         shade: 0 for the first micro-batch, 1 for the last.
         left, width: percent of the picture.
-        told: a sentence.
+        text: a sentence.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Box:
     shade: float
     left: float
     width: float
-    told: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -127,19 +127,19 @@ def _rows(
     micro_batches: int,
 ) -> Iterable[RankLane]:
     for rank, slices in enumerate(lanes):
-        own = [stage for stage, holder in enumerate(placed) if holder == rank]
-        kept = [s for s in slices if _visible(s, step)]
-        busy = sum(s.end - s.start for s in kept if s.instruction.kind in COMPUTE)
-        boxes = tuple(_box(s, own, axis, micro_batches) for s in kept)
+        stages = [stage for stage, holder in enumerate(placed) if holder == rank]
+        visible = [s for s in slices if _visible(s, step)]
+        busy = sum(s.end - s.start for s in visible if s.instruction.kind in COMPUTE)
+        boxes = tuple(_box(s, stages, axis, micro_batches) for s in visible)
         yield RankLane(rank, boxes, numbers.percent(1 - busy / step) if step else "")
 
 
-def _visible(found: Slice, step: float) -> bool:
-    return found.instruction.kind in COMPUTE or found.end - found.start > SHORTEST * step
+def _visible(slice_: Slice, step: float) -> bool:
+    return slice_.instruction.kind in COMPUTE or slice_.end - slice_.start > SHORTEST * step
 
 
-def _box(found: Slice, own: list[int], axis: float, micro_batches: int) -> Box:
-    instruction, start, end = found
+def _box(slice_: Slice, own: list[int], axis: float, micro_batches: int) -> Box:
+    instruction, start, end = slice_
     kind = instruction.kind
     computes = kind in COMPUTE
     name = kind.value if computes else "sum" if kind is Kind.REDUCE else "wait"

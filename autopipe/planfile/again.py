@@ -76,8 +76,8 @@ def folded(paths: Iterable[str]) -> str:
     """Paths of modules, consecutive numbers in one: `h.0-7, h.9, decoder.layers.0-3.mlp, head`."""
     alike: dict[tuple[str, str], list[int]] = {}
     for path in paths:
-        found = _NUMBERED.fullmatch(path)
-        before, number, after = found.groups() if found else (path, "", "")
+        match = _NUMBERED.fullmatch(path)
+        before, number, after = match.groups() if match else (path, "", "")
         alike.setdefault((before, after), []).extend([int(number)] if number else [])
     return ", ".join(
         f"{before}{run}{after}"
@@ -119,10 +119,10 @@ def by_word(ops: Iterable[str]) -> dict[str, list[str]]:
     """Some ops of a block by the words that `words` has for them, products last."""
     names = sorted(ops, key=_is_product)
     attending = {module_of(name) for name in names if op_of(name) in SOFTMAX | BETWEEN}
-    found: dict[str, list[str]] = {}
+    names_by_word: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(_word(name, attending), []).append(name)
-    return found
+        names_by_word.setdefault(_word(name, attending), []).append(name)
+    return names_by_word
 
 
 def _is_product(name: str) -> bool:
@@ -162,8 +162,8 @@ def _word(name: str, attending: Collection[str]) -> str:
         return "norms"
     if is_activation(name):
         return "activations"
-    own = module in attending and op not in PRODUCTS
-    if op == "scaled_dot_product_attention" or own:
+    attends = module in attending and op not in PRODUCTS
+    if op == "scaled_dot_product_attention" or attends:
         return "attention"
     if op == "mul":
         return "gated products"

@@ -144,7 +144,7 @@ class Transfer:
     part_of: PartOf | None = None
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """`h.3/add/1 float32[b, 64]`; `h.3/add/1 in parts of dim 1, each float32[b, 32]`."""
         what = f"{self.dtype}[{', '.join(map(str, self.shape))}]"
         if self.part_of is None:
@@ -152,7 +152,7 @@ class Transfer:
         return f"{self.part_of.tensor} in parts of dim {self.part_of.dim}, each {what}"
 
     def __str__(self) -> str:
-        return f"{self.told}{'' if self.gradient else ' without gradient'}"
+        return f"{self.text}{'' if self.gradient else ' without gradient'}"
 
 
 @dataclass(frozen=True)

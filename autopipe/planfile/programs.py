@@ -50,11 +50,13 @@ def computed(plan: Plan) -> Programs:
             turns=plan.turns,
         )
     programs = user_schedule.parse("\n".join(plan.programs), plan.turns)
-    found = len(programs), len(holders(programs)), micro_batches(programs)
-    asked = plan.mesh.pp, len(plan.stages), m
-    for what, one, other in zip(("ranks", "stages", "micro-batches"), found, asked, strict=True):
-        if one != other:
-            raise PlanError(f"plan.programs: they are for {one} {what}, the plan has {other}")
+    written = len(programs), len(holders(programs)), micro_batches(programs)
+    planned = plan.mesh.pp, len(plan.stages), m
+    for noun, count, expected in zip(
+        ("ranks", "stages", "micro-batches"), written, planned, strict=True
+    ):
+        if count != expected:
+            raise PlanError(f"plan.programs: they are for {count} {noun}, the plan has {expected}")
     return programs
 
 

@@ -97,7 +97,7 @@ def _computed(plan: Plan) -> dict[str, float]:
     stages, mean = [stage.predicted for stage in plan.stages], partial(_mean, _weights(plan))
     known = [stage.spent for stage in stages if stage.spent is not None]
     both = [stage.forward_seconds + stage.backward_seconds for stage in stages]
-    if plan.work is None or not all(map(_told, stages)):
+    if plan.work is None or not all(map(_causes_known, stages)):
         return {"computing": mean(both)}
     parts = {part.name: mean(getattr(own, part.name) for own in known) for part in fields(Spent)}
     matmuls = parts.pop("matmuls")
@@ -106,7 +106,7 @@ def _computed(plan: Plan) -> dict[str, float]:
     return {"matmuls_at_peak": at_peak, "matmuls_below_peak": matmuls - at_peak} | parts
 
 
-def _told(stage: StagePrediction) -> bool:
+def _causes_known(stage: StagePrediction) -> bool:
     """Whether it is known what a stage's seconds go to: they may have been changed by hand."""
     seconds = stage.forward_seconds + stage.backward_seconds
     return stage.spent is not None and math.isclose(stage.spent.seconds, seconds, rel_tol=1e-6)

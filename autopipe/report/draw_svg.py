@@ -191,11 +191,11 @@ class _Picture:
             f'x="{self.x(span.start)}" y="{self.y(span.rank)}" width="{width:.2f}" height="{_ROW}"'
         )
 
-    def _told(self, span: TimelineSpan, words: str) -> str:
+    def _title(self, span: TimelineSpan, words: str) -> str:
         """`rank 1, forward of micro-batch 2 in stage 1: 1.2 ms, from 3 ms to 4.2 ms`."""
         took, start, end = map(self.time, (span.end - span.start, span.start, span.end))
-        told = f"rank {span.rank}, {words}: {took}{self.unit}, from {start} to {end}"
-        return f"<title>{told}</title>"
+        text = f"rank {span.rank}, {words}: {took}{self.unit}, from {start} to {end}"
+        return f"<title>{text}</title>"
 
     def _box(self, span: TimelineSpan) -> str:
         rank, instruction, start, end = span
@@ -203,7 +203,7 @@ class _Picture:
         ink = colours.ink(colour)
         where = f" in stage {instruction.stage}"
         parts = [
-            f"<g>{self._told(span, describe(instruction) + where)}<rect {self._place(span)} "
+            f"<g>{self._title(span, describe(instruction) + where)}<rect {self._place(span)} "
             f'class="ap-edge" fill="{colour}" stroke="{colours.LIGHT.page}" stroke-width=".7"/>'
         ]
         chunk = self.held[rank].index(instruction.stage)
@@ -221,12 +221,12 @@ class _Picture:
     def _wait(self, span: TimelineSpan) -> str:
         peer = span.instruction.peer
         where = "" if peer is None else f" (rank {self.holder[peer]})"
-        words = self._told(span, describe(span.instruction) + where)
+        words = self._title(span, describe(span.instruction) + where)
         return f'<rect {self._place(span)} fill="none" pointer-events="all">{words}</rect>'
 
     def _sums(self) -> Iterator[str]:
         for span in self.timeline.sums:
-            words = self._told(span, f"summing the gradients of stage {span.instruction.stage}")
+            words = self._title(span, f"summing the gradients of stage {span.instruction.stage}")
             yield (
                 f'<path d="M{self.x(span.start)} {self.y(span.rank) + _ROW + 3}H{self.x(span.end)}"'
                 f' stroke="{colours.SUM}" stroke-width="4">{words}</path>'

@@ -127,7 +127,7 @@ def _lines(text: str, columns: int) -> Iterator[str]:
 
 def _sent(sent: Transfer, columns: int) -> Iterator[str]:
     back = ", its gradient comes back" if sent.gradient else ""
-    yield from _lines(f"sends {sent.told} to stage {sent.peer}{back}", columns)
+    yield from _lines(f"sends {sent.text} to stage {sent.peer}{back}", columns)
 
 
 def _why(plan: Plan, columns: int, every: bool) -> Iterator[str]:

@@ -57,26 +57,26 @@ def decided(plan: Plan) -> list[tuple[str, str]]:
         ("memory", fullest.room(plan)),
         ("holding", fullest.holding(plan)),
     ]
-    left, as_they_are = idle(plan), ", ".join(region.name for region in plan.regions)
+    idle_devices, as_they_are = idle(plan), ", ".join(region.name for region in plan.regions)
     return [
         *pairs,
-        *([("idle", left)] if left else []),
+        *([("idle", idle_devices)] if idle_devices else []),
         *([("runs as it is", f"{as_they_are}: not looked into")] if as_they_are else []),
         *([("rows", f"of {plan.traced_rows} a micro-batch alone")] if plan.rows_fixed else []),
-        *_asked(plan),
+        *_choices(plan),
     ]
 
 
 def _machines(plan: Plan) -> str:
     """`all 4 devices of local:4`, `4 of the 6 devices of ...`."""
-    used, there = len(plan.mesh.places), plan.cluster.num_devices
-    if there == 1:
+    used, total = len(plan.mesh.places), plan.cluster.num_devices
+    if total == 1:
         return f"one device, {plan.cluster.name}"
-    which = f"all {there:,}" if used == there else f"{used:,} of the {there:,}"
-    return f"{which} devices of {plan.cluster.name}"
+    machines = f"all {total:,}" if used == total else f"{used:,} of the {total:,}"
+    return f"{machines} devices of {plan.cluster.name}"
 
 
-def _beside(plan: Plan) -> str:
+def _kept_in_fp32(plan: Plan) -> str:
     """The tensors that a plan with 16-bit parameters keeps in fp32."""
     if not plan.masters:
         return "without fp32 master weights"
@@ -85,41 +85,41 @@ def _beside(plan: Plan) -> str:
     return "sums of gradients too, with master weights and optimizer state in fp32"
 
 
-def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
+def _choices(plan: Plan) -> Iterator[tuple[str, str]]:
     """The choices of a plan that are not the usual ones, as terms with texts."""
     if plan.precision.endswith("-autocast"):
         kept = ", fp32 in all that is kept" if plan.products == ("fp32",) else ""
         yield "precision", f"{plan.precision.removesuffix('-autocast')} in matrix products{kept}"
     elif plan.precision != "fp32":
-        yield "precision", f"{plan.precision}, {_beside(plan)}"
+        yield "precision", f"{plan.precision}, {_kept_in_fp32(plan)}"
     if plan.low_buffers:
         first, *others = plan.low_buffers
         more = f" and {len(others)} more" if others else ""
         yield "buffers", f"{first}{more}: read in {plan.precision}, where they meet activations"
     if plan.products != ("fp32",) and plan.precision == "fp32":
-        own = " and ".join(plan.products)
-        yield "precision", f"{own}, the model's own, in which its tensors are counted and sent"
+        dtypes = " and ".join(plan.products)
+        yield "precision", f"{dtypes}, the model's own, in which its tensors are counted and sent"
     if plan.compiled:
         yield "compiled", "memory-bound ops are fused, and run again rather than be kept"
     if plan.fused_attention:
         yield "attention", "fused into one op, where the model writes out its products and softmax"
     if plan.zero and plan.mesh.dp > 1:
-        dealt = {
+        sharded = {
             1: "optimizer state is",
             2: "gradients and optimizer state are",
             3: "parameters, gradients and optimizer state are",
         }
-        yield "zero", f"{plan.zero}: {dealt[plan.zero]} dealt out over the replicas"
+        yield "zero", f"{plan.zero}: {sharded[plan.zero]} sharded over the replicas"
     again = repeated(plan, plan.stages)
     if again:
         yield "recompute", f"{'; '.join(map(str, again))} run a second time in backward"
     if away := offloaded(plan):
         waits = [spent.copying for stage in plan.stages if (spent := stage.predicted.spent)]
-        left = "computing hides the copies"
+        waiting = "computing hides the copies"
         if any(waits):
-            left = f"a stage waits {numbers.seconds(max(waits))} a micro-batch for copies"
+            waiting = f"a stage waits {numbers.seconds(max(waits))} a micro-batch for copies"
         keep = "1 block keeps" if len(away) == 1 else f"{len(away)} blocks keep"
-        yield "offload", f"{keep} what backward needs in the host's memory; {left}"
+        yield "offload", f"{keep} what backward needs in the host's memory; {waiting}"
     if plan.loss_parts:
         parts = count(plan.loss_parts, "part")
         yield "loss", f"from {parts} of the vocabulary; logits are made again in backward, not kept"
@@ -151,24 +151,24 @@ def _each(found: Sequence[int]) -> str:
 
 def idle(plan: Plan) -> str | None:
     """The devices without a rank: `2 of 6 devices ... (node 0: devices 4-5)`; None: none."""
-    taken: dict[int, set[int]] = {}
+    used: dict[int, set[int]] = {}
     for place in plan.mesh.places:
-        taken.setdefault(place.node, set()).add(place.local)
-    left = [
-        (node, ranges(local for local in range(size) if local not in taken.get(node, ())))
+        used.setdefault(place.node, set()).add(place.local)
+    idle_nodes = [
+        (node, ranges(local for local in range(size) if local not in used.get(node, ())))
         for node, size in enumerate(plan.cluster.devices_per_node)
-        if len(taken.get(node, ())) < size
+        if len(used.get(node, ())) < size
     ]
-    if not left:
+    if not idle_nodes:
         return None
-    there = plan.cluster.num_devices
-    words = []
-    for which, group in groupby(left, key=lambda found: found[1]):
+    total = plan.cluster.num_devices
+    texts = []
+    for devices, group in groupby(idle_nodes, key=lambda pair: pair[1]):
         nodes = [node for node, _ in group]
         where = f"node{'s' if len(nodes) > 1 else ''} {ranges(nodes)}"
-        words.append(f"{where}: device{'' if which.isdigit() else 's'} {which}")
-    listed = "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
-    return f"{there - len(plan.mesh.places):,} of {there:,} devices have no work ({listed})"
+        texts.append(f"{where}: device{'' if devices.isdigit() else 's'} {devices}")
+    listed = "; ".join(texts[:3]) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")
+    return f"{total - len(plan.mesh.places):,} of {total:,} devices have no work ({listed})"
 
 
 # --- what goes over the farthest links

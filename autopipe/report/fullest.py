@@ -90,10 +90,10 @@ def parts(plan: Plan) -> dict[str, int]:
 
 def moment(plan: Plan) -> str | None:
     """The instruction at which the device is fullest, `B3 of stage 0`; None: not known."""
-    said = plan.stages[fullest(plan).stages[0]].predicted.fullest
-    if not said:
+    instruction_text = plan.stages[fullest(plan).stages[0]].predicted.fullest
+    if not instruction_text:
         return None
-    instruction = parse(said)
+    instruction = parse(instruction_text)
     if instruction.kind in COMPUTE:
         return f"{instruction.kind.value}{instruction.microbatch} of stage {instruction.stage}"
     words = short(instruction)

@@ -132,5 +132,5 @@ def _lines(found: Table, columns: int) -> Iterator[str]:
 
 def legend(words: Mapping[str, str], columns: int) -> str:
     """`F forward; B backward; blank: nothing to do`, in lines."""
-    said = [f"{word}{':' if len(word) > 1 else ''} {text}" for word, text in words.items()]
-    return paragraph("; ".join(said), columns)
+    entries = [f"{word}{':' if len(word) > 1 else ''} {text}" for word, text in words.items()]
+    return paragraph("; ".join(entries), columns)

@@ -82,9 +82,9 @@ class CmaWire:
         if self.closed:
             return
         word = _WORD.pack(kind, ticket, place, address, size)
-        said = 0 if self.backlog else self._send(word)
-        if said < len(word):
-            self.backlog += word[said:]
+        sent = 0 if self.backlog else self._send(word)
+        if sent < len(word):
+            self.backlog += word[sent:]
 
     def flush(self) -> None:
         """Send as much of the backlog as the socket has room for."""

@@ -54,7 +54,7 @@ class SharedAxis(GroupAxis):
     def __init__(self, group: dist.ProcessGroup, memory: mmap.mmap) -> None:
         super().__init__(group)
         counters = self.size * _LINE
-        self._said = memoryview(memory)[:counters].cast("q")
+        self._counters = memoryview(memory)[:counters].cast("q")
         self._slots = [
             [
                 torch.frombuffer(
@@ -111,14 +111,14 @@ class SharedAxis(GroupAxis):
                 process group of the user's, nothing else ends the wait.
         """
         self._turn += 1
-        slots, step = self._slots[self._turn % 2], _LINE // self._said.itemsize
+        slots, step = self._slots[self._turn % 2], _LINE // self._counters.itemsize
         own = mine.contiguous().view(torch.uint8)
         slots[self.rank][: own.numel()] = own
-        self._said[self.rank * step] = self._turn
+        self._counters[self.rank * step] = self._turn
         until = time.monotonic() + TIMEOUT
         for rank in range(self.size):
             spins = 0
-            while self._said[rank * step] < self._turn:
+            while self._counters[rank * step] < self._turn:
                 spins += 1
                 if spins < _SPINS:
                     os.sched_yield()
@@ -147,7 +147,7 @@ def open_together(group: dist.ProcessGroup, wanted: bool = True) -> mmap.mmap | 
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     size = ranks * (_LINE + 2 * SLOT)
     able = wanted and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
-    told: list[tuple[str, bytes] | None] = [None]
+    announced: list[tuple[str, bytes] | None] = [None]
     memory: mmap.mmap | None = None
     with contextlib.ExitStack() as opened:
         if rank == 0 and able:
@@ -157,10 +157,10 @@ def open_together(group: dist.ProcessGroup, wanted: bool = True) -> mmap.mmap | 
             memory = mmap.mmap(file, size)
             mark = secrets.token_bytes(16)
             memory[-16:] = mark
-            told[0] = f"/proc/{os.getpid()}/fd/{file}", mark
-        dist.broadcast_object_list(told, group=group, group_src=0)
-        if rank > 0 and told[0] is not None:
-            path, mark = told[0]
+            announced[0] = f"/proc/{os.getpid()}/fd/{file}", mark
+        dist.broadcast_object_list(announced, group=group, group_src=0)
+        if rank > 0 and announced[0] is not None:
+            path, mark = announced[0]
             with contextlib.suppress(OSError):
                 file = os.open(path, os.O_RDWR)
                 opened.callback(os.close, file)

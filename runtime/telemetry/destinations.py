@@ -54,7 +54,7 @@ class MemorySnapshot:
         """The file of one rank."""
         return self.folder / f"snapshot-rank{rank:05}.pickle"
 
-    def told(self, steps: range) -> str:
+    def announcement(self, steps: range) -> str:
         """A line on where the files are, or that a run of so many steps has made none."""
         if self.step not in steps:
             last = f", the last was {steps[-1]}" if steps else ""

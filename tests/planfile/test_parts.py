@@ -26,8 +26,8 @@ def test_why_another_mesh_is_not_the_plan(
 def test_what_goes_in_parts_is_told_by_the_whole_tensors_name() -> None:
     whole = Transfer("h.3/add/1", ("b", 64), "float32", 1, True)
     part = Transfer("h.3/add/1>part(1)", ("b", 32), "float32", 1, True, PartOf("h.3/add/1", 1))
-    assert whole.told == "h.3/add/1 float32[b, 64]"
-    assert part.told == "h.3/add/1 in parts of dim 1, each float32[b, 32]"
+    assert whole.text == "h.3/add/1 float32[b, 64]"
+    assert part.text == "h.3/add/1 in parts of dim 1, each float32[b, 32]"
 
 
 @pytest.mark.parametrize(

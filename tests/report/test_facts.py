@@ -55,7 +55,7 @@ def test_what_is_not_as_usual() -> None:
     )
     assert facts.decided(unusual)[6:] == [
         ("precision", "bf16 in matrix products, fp32 in all that is kept"),
-        ("zero", "3: parameters, gradients and optimizer state are dealt out over the replicas"),
+        ("zero", "3: parameters, gradients and optimizer state are sharded over the replicas"),
         ("recompute", "2 blocks run a second time in backward"),
         ("window", "3: receives posted ahead between a stage and the next"),
         ("depth", "1: micro-batches in flight there besides those that 1f1b has"),

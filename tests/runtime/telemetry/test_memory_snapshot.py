@@ -147,7 +147,7 @@ def test_a_run_writes_the_step_that_was_asked_for(memory: Allocator, tmp_path: P
         f"{tmp_path}/snapshot-rank00000.pickle, and a file of each other rank: a GPU's memory in "
         "step 2; https://pytorch.org/memory_viz shows it"
     )
-    assert asked.told(range(3, 6)) == (
+    assert asked.announcement(range(3, 6)) == (
         "--memory-snapshot 2: this run has not made that step, the last was 5"
     )
 
