@@ -253,13 +253,13 @@ def _commented(statements: Sequence[_Statement], home: str) -> list[str]:
         members = list(group)
         nodes = [s.node for s in members if s.node is not None]
         if place is not None:
-            lines.append(comment(_said(place, nodes, home), INDENT))
+            lines.append(comment(_place_and_line(place, nodes, home), INDENT))
         for statement in members:
             lines += statement.lines()
     return lines
 
 
-def _said(place: str, nodes: Sequence[Node], home: str) -> str:
+def _place_and_line(place: str, nodes: Sequence[Node], home: str) -> str:
     """`mlp, model.py:31: x = self.up(x)`: the module, as seen from home, and the user's line."""
     scopes = [Visit.of(node.scopes[-1]).module if node.scopes else "" for node in nodes]
     common = commonprefix([scope.split(".") for scope in scopes])

@@ -218,25 +218,25 @@ class _Writer:
 
     def _docstring(self, arguments: Sequence[str], body: Body) -> list[str]:
         stage, around = self.stage, self.around
-        given, made = specs_of(self.code)
+        argument_specs, result_specs = specs_of(self.code)
         rows = []
-        for name, spec, ref in zip(arguments, given, stage.incoming, strict=False):
+        for name, spec, ref in zip(arguments, argument_specs, stage.incoming, strict=False):
             back = stage.index in around.boundaries[ref].gradients
             peers = [str(source) for value, source in stage.receives if value == ref]
-            by = f"from stage{'s' * (len(peers) > 1)} {', '.join(peers)}"
-            rows.append((name, spec, f"{by}{', gradient back' * back}"))
-        for name, spec in list(zip(arguments, given, strict=True))[len(rows) :]:
+            sender = f"from stage{'s' * (len(peers) > 1)} {', '.join(peers)}"
+            rows.append((name, spec, f"{sender}{', gradient back' * back}"))
+        for name, spec in list(zip(arguments, argument_specs, strict=True))[len(rows) :]:
             rows.append((name, spec, "from the batch"))
-        taken = len(rows)
-        for result, spec, ref in zip(body.results, made, stage.outgoing, strict=False):
+        num_arguments = len(rows)
+        for result, spec, ref in zip(body.results, result_specs, stage.outgoing, strict=False):
             peers = [str(target) for value, target in stage.sends if value == ref]
             to = f"to stage{'s' * (len(peers) > 1)} {', '.join(peers)}"
-            there = _name_of(ref, body)
-            rows.append((flat(result), spec, to + f" as {there}" * (there != result)))
+            alias = _name_of(ref, body)
+            rows.append((flat(result), spec, to + f" as {alias}" * (alias != result)))
         for number, result in enumerate(body.results[len(stage.outgoing) :]):
-            spec = made[len(stage.outgoing) + number]
+            spec = result_specs[len(stage.outgoing) + number]
             rows.append((flat(result), spec, "the count" if number else "the loss"))
-        sides = ["gives" * (n == taken) or "takes" * (n == 0) for n in range(len(rows))]
+        sides = ["gives" * (n == num_arguments) or "takes" * (n == 0) for n in range(len(rows))]
         lines = table([(side, *row) for side, row in zip(sides, rows, strict=True)], 4)
         return [
             f'"""Stage {stage.index} of {around.stages}, run by rank {around.rank} of a pipeline.',
@@ -251,21 +251,21 @@ class _Writer:
 
     def _block_class(self, cls: _Class) -> list[str]:
         first = cls.parts[0]
-        given = [[_wish(argument) for argument in part.given] for part in cls.parts]
-        wishes = [_common(wishes) for wishes in zip(*given, strict=True)]
+        wishes_of_parts = [[_wish(argument) for argument in part.given] for part in cls.parts]
+        wishes = [_common(wishes) for wishes in zip(*wishes_of_parts, strict=True)]
         arguments, names = _arguments(wishes if len(wishes) > 1 else ["x"] * len(wishes))
         body = Body(self.around.graph, first.path)
         lines = body.write(first.code, arguments, names)
         self.words |= body.words
         specs = [specs_of(part.code) for part in cls.parts]
-        takes = [_alike(found) for found in zip(*(taken for taken, _ in specs), strict=True)]
-        gives = [_alike(found) for found in zip(*(made for _, made in specs), strict=True)]
+        takes = [_common_spec(same) for same in zip(*(args for args, _ in specs), strict=True)]
+        gives = [_common_spec(same) for same in zip(*(made for _, made in specs), strict=True)]
         results = body.results
         rows = [("takes" * (not n), arguments[n], spec) for n, spec in enumerate(takes)]
         rows += [("gives" * (not n), flat(results[n]), spec) for n, spec in enumerate(gives)]
-        one = len(results) == 1
-        returned = results[0] if one else Call("", tuple(results))
-        kind = "Tensor" if one else f"tuple[{', '.join(['Tensor'] * len(results))}]"
+        single = len(results) == 1
+        returned = results[0] if single else Call("", tuple(results))
+        kind = "Tensor" if single else f"tuple[{', '.join(['Tensor'] * len(results))}]"
         states = self._assignments(first.home) if first.owns else []
         return [
             *("", "", f"class {cls.name}(States):"),
@@ -332,7 +332,7 @@ def _common(wishes: Sequence[str]) -> str:
     return wishes[0] if len(set(wishes)) == 1 else "x"
 
 
-def _alike(specs: Sequence[str]) -> str:
+def _common_spec(specs: Sequence[str]) -> str:
     """The spec of the same value in several blocks; in mixed precision its dtype may differ."""
     return specs[0] if len(set(specs)) == 1 else "[" + specs[0].partition("[")[2]
 
