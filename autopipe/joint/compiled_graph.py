@@ -83,9 +83,9 @@ class CompiledGraph:
         try:
             with _compiling:
                 compiler = torch._dynamo.lookup_backend(self._backend)
-                like = {given: _like(mode, given) for given in arguments}
-                made: Callable[..., Any] = compiler(self._body, [like[one] for one in arguments])
-                return made
+                like = {a: _like(mode, a) for a in arguments}
+                compiled: Callable[..., Any] = compiler(self._body, [like[a] for a in arguments])
+                return compiled
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._body  # an op asks for values, and tensors that are compiled for have none
 

@@ -133,20 +133,22 @@ class _DeepRehearsing:
         Raises:
             Uneven: the bytes of a third group do not hold for the others.
         """
-        found = least = self.shallow([one.run for one in deep])
-        keys = [(one.form, self._circumstances(one, least)) for one in deep]
+        rehearsal = least = self.shallow([each.run for each in deep])
+        keys = [(each.form, self._circumstances(each, least)) for each in deep]
         firsts: dict[Hashable, _Deep] = {}
-        for one, key in zip(deep, keys, strict=True):
-            firsts.setdefault(key, one)
+        for each, key in zip(deep, keys, strict=True):
+            firsts.setdefault(key, each)
 
         def one_more(longer: _Deep) -> Mapping[str, int]:
             runs = [replace(d.run, kept=KEPT + 1) if d is longer else d.run for d in deep]
             return _difference(self.shallow(runs), least, longer.stage.index)
 
-        more = {key: one_more(first) for key, first in firsts.items()}
-        for one, key in zip(deep, keys, strict=True):
-            found = _with_more(found, one.stage.index, more[key], one.run.count - KEPT)
-        return found
+        of_one_more = {key: one_more(first) for key, first in firsts.items()}
+        for each, key in zip(deep, keys, strict=True):
+            rehearsal = _with_more(
+                rehearsal, each.stage.index, of_one_more[key], each.run.count - KEPT
+            )
+        return rehearsal
 
     def _circumstances(self, one: _Deep, rehearsal: Rehearsal) -> Hashable:
         """Everything else that a group's bytes depend on.

@@ -54,13 +54,13 @@ class Half:
 
     def most(self) -> int:
         """Bytes at the fullest call: kept, and made."""
-        return int((self.there(self.kept) + self.made()).max(initial=0))
+        return int((self.existing(self.kept) + self.made()).max(initial=0))
 
     def made(self) -> NDArray[np.int64]:
         """At each call, the bytes that this half has made by then and still holds."""
-        return self.there(self._sizes)
+        return self.existing(self._sizes)
 
-    def there(self, sizes: Mapping[int, int]) -> NDArray[np.int64]:
+    def existing(self, sizes: Mapping[int, int]) -> NDArray[np.int64]:
         """At each call, the bytes of these storages that exist then."""
         change = np.zeros(len(self.calls) + 1, dtype=np.int64)
         for storage, size in sizes.items():

@@ -21,10 +21,10 @@ from autopipe.sharding.vocabulary_loss import BACKWARD
 
 def halves(graph: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
     """The backward's calls that the arguments' gradients need, and the other useful calls."""
-    wanted = [node for node in graph.of_arguments if node is not None]
-    first = leading_to(wanted, graph.backward)
+    gradients = [node for node in graph.of_arguments if node is not None]
+    first = leading_to(gradients, graph.backward)
     calls = _halving(graph.backward, first)
-    first = leading_to(wanted, calls)
+    first = leading_to(gradients, calls)
     second = leading_to(graph.of_parameters.values(), calls) - first
     # The second half takes its part of a call's results in the first half, not all of them.
     parts = {node for node in second if node.target is operator.getitem and node.args[0] in first}
@@ -37,29 +37,29 @@ def halves(graph: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
     return [node for node in calls if node in first], [node for node in calls if node in second]
 
 
-def leading_to(wanted: Iterable[fx.Node], calls: Sequence[fx.Node]) -> set[fx.Node]:
-    """The calls of `calls` that `wanted` depends on.
+def leading_to(targets: Iterable[fx.Node], calls: Sequence[fx.Node]) -> set[fx.Node]:
+    """The calls of `calls` that `targets` depends on.
 
     A call in place comes before later readers of its storage in the trace.
     """
     writers: dict[int, list[fx.Node]] = {}
     before: dict[fx.Node, list[fx.Node]] = {}
 
-    def read(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    def with_writers(nodes: Sequence[fx.Node]) -> list[fx.Node]:
         return [*nodes, *(w for storage in storages(nodes) for w in writers.get(storage, ()))]
 
     for call in calls:
-        before[call] = read(call.all_input_nodes)
+        before[call] = with_writers(call.all_input_nodes)
         for storage in written(call):
             writers.setdefault(storage, []).append(call)
-    found: set[fx.Node] = set()
-    pending = read(list(wanted))
+    needed: set[fx.Node] = set()
+    pending = with_writers(list(targets))
     while pending:
         node = pending.pop()
-        if node in before and node not in found:
-            found.add(node)
+        if node in before and node not in needed:
+            needed.add(node)
             pending += before[node]
-    return found
+    return needed
 
 
 _OF_BOTH = torch.ops.aten.convolution_backward.default, BACKWARD

@@ -121,21 +121,21 @@ def differentiate(
         CannotSplit: the stage has an opaque op, or an op that cannot be traced.
     """
     _refuse_opaque(lowered.module)
-    given = {n: seed for n, seed in enumerate(seeds) if seed is not None}
+    seeded = {n: seed for n, seed in enumerate(seeds) if seed is not None}
     tape = Tape(place_now) if run is None else Tape()  # whoever runs it knows each node himself
-    step = _Step(lowered, tuple(given), precision, tape, run or lowered.module)
+    step = _Step(lowered, tuple(seeded), precision, tape, run or lowered.module)
     with fake_mode(), wide_statistics(lowered.wide), torch.enable_grad(), _uncached(), quiet():
         states = {name: _fake(state) for name, state in step.states()}
-        leaves = [layout.empty() for layout in (*arguments, *given.values())]
+        leaves = [layout.empty() for layout in (*arguments, *seeded.values())]
         for tensor in (*states.values(), *leaves):
             tape.given(tensor)
         try:
             with tape, _segments(lowered.module, tape):
-                made = torch.func.functional_call(step, states, tuple(leaves))
+                results = torch.func.functional_call(step, states, tuple(leaves))
         except RuntimeError as error:  # torch's own, of ops and of kernels of fake tensors
             raise CannotSplit(f"{type(error).__name__}: {error}") from error
     names = [name.removeprefix("stage.") for name in states]
-    return step.parts(tuple(tape.node(value) for value in made), names)
+    return step.parts(tuple(tape.node(value) for value in results), names)
 
 
 @contextmanager
@@ -239,9 +239,9 @@ class _Step(nn.Module):
         devices = [tensor.device.type for tensor in (*states, *tensors)]
         lowered = parameters_of(self.stage, self.low)
         before = set(self.tape.graph.nodes)
-        how = arithmetic(self.precision, next(iter(devices), "cpu"), lowered)
+        numerics = arithmetic(self.precision, next(iter(devices), "cpu"), lowered)
         self.copied = set(self.tape.graph.nodes) - before
-        with computing(how):
+        with computing(numerics):
             results = self.run(*arguments)
         self.ran = set(self.tape.graph.nodes)
         self.results = len(results)
@@ -251,16 +251,16 @@ class _Step(nn.Module):
         self.unseeded = [n for n in live if n not in roots]
         leaves = [*states, *arguments]
         learning = [leaf for leaf in leaves if leaf.requires_grad]
-        found: Sequence[Tensor | None] = [None] * len(learning)
+        grads: Sequence[Tensor | None] = [None] * len(learning)
         if roots and learning:
             with ExitStack() as stack:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 for device in set(devices):  # backward runs outside of autocast
                     stack.enter_context(torch.autocast(device, enabled=False))
-                found = torch.autograd.grad(
+                grads = torch.autograd.grad(
                     [results[n] for n in roots], learning, list(roots.values()), allow_unused=True
                 )
-        gradients = iter(found)
+        gradients = iter(grads)
         return (*results, *(next(gradients) if x.requires_grad else None for x in leaves))
 
     def parts(self, outputs: Sequence[Any], names: Sequence[str]) -> JointGraph:

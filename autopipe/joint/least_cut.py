@@ -128,11 +128,11 @@ class Network:
         exact = all(isinstance(size, int) for size in sizes)
         finest = ceil(2 * sum(sizes) / self.ENDLESS)
         unit = max(gcd(*sizes) if exact else 1, finest, 1)  # type: ignore[arg-type]
-        behind = self._behind(
+        behind = self._behind_cut(
             {edge: self.ENDLESS if s is None else ceil(s / unit) for edge, s in edges.items()}
         )
         again = {n for n, k in self._numbers.items() if k in behind and not isinstance(n, int)}
-        again = {n for n in again if self._runs(n) is not None}
+        again = {n for n in again if self._price_of(n) is not None}
         ends = {n for n, k in self._numbers.items() if k + 1 in behind and not isinstance(n, int)}
         through = ((n, (k, k + 1)) for n, k in self._numbers.items() if not isinstance(n, int))
         cut = {n: edge for n, edge in through if edge[0] not in behind and edge[1] in behind}
@@ -143,7 +143,7 @@ class Network:
             {n: self._edges.get(edge) or 0 for n, edge in cut.items()},
         )
 
-    def _behind(self, capacities: Mapping[_Edge, int]) -> frozenset[int]:
+    def _behind_cut(self, capacities: Mapping[_Edge, int]) -> frozenset[int]:
         """The numbers of nodes behind the latest minimum cut: those that still reach the sink."""
         count = 2 + 2 * len(self._numbers)
         network = csr_array(
@@ -153,9 +153,9 @@ class Network:
             ),
             shape=(count, count),
         )
-        left = network - maximum_flow(network, self.SOURCE, self.SINK).flow
-        left.eliminate_zeros()
-        order = breadth_first_order(csr_array(left.T), self.SINK, return_predecessors=False)
+        residual = network - maximum_flow(network, self.SOURCE, self.SINK).flow
+        residual.eliminate_zeros()
+        order = breadth_first_order(csr_array(residual.T), self.SINK, return_predecessors=False)
         return frozenset(order.tolist())
 
     def _begin(self, node: fx.Node | int) -> int:
@@ -165,24 +165,24 @@ class Network:
         return self._begin(node) + 1
 
     def _add(self, node: fx.Node) -> None:
-        runs = self._runs(node)
-        if runs is None:
-            self._given(node)
+        price = self._price_of(node)
+        if price is None:
+            self._add_input(node)
             return
-        if runs != FREE:
-            self._edges[self._begin(runs), self._begin(node)] = None
+        if price != FREE:
+            self._edges[self._begin(price), self._begin(node)] = None
         chain = self._chains.get(node, (node,))
-        own = storages([node]) - storages(maker(chain[0]).all_input_nodes)
+        new = storages([node]) - storages(maker(chain[0]).all_input_nodes)
         parts = any(user.target is operator.getitem for user in node.users)
         self._edges[self._begin(node), self._end(node)] = (
-            None if parts or not own or node is not chain[-1] else self._bytes(node, own)
+            None if parts or not new or node is not chain[-1] else self._bytes(node, new)
         )
-        for read in node.all_input_nodes:
-            if read not in self._calls:
-                self._given(read)
-            self._edges[self._end(read), self._begin(node)] = None
+        for argument in node.all_input_nodes:
+            if argument not in self._calls:
+                self._add_input(argument)
+            self._edges[self._end(argument), self._begin(node)] = None
 
-    def _given(self, node: fx.Node) -> None:
+    def _add_input(self, node: fx.Node) -> None:
         """A value that does not run again: it is kept if it is read, but for a state's."""
         if node in self._graph.arguments or is_of_state(self._graph, node):
             return
@@ -193,7 +193,7 @@ class Network:
         sizes = node.meta[MADE].storages
         return sum(sizes[storage] for storage in counted if storage not in self._kept)
 
-    def _runs(self, node: fx.Node) -> Price:
+    def _price_of(self, node: fx.Node) -> Price:
         """At which price a value of the block is made again; None: it is not."""
         call = maker(node)
         op: Any = call.target
@@ -202,12 +202,13 @@ class Network:
         chain = self._chains.get(call, (call,))
         if call not in self._chains and writes(op):
             return None
-        made = storages([call])
-        given = storages(read for each in chain for read in each.all_input_nodes)
-        if not self._blocked.isdisjoint(made | given):
+        outputs = storages([call])
+        inputs = storages(argument for each in chain for argument in each.all_input_nodes)
+        if not self._blocked.isdisjoint(outputs | inputs):
             return None
-        if getattr(op, "namespace", None) == "aten" and made and made <= given and len(chain) == 1:
-            return FREE  # a view
+        is_view = bool(outputs) and outputs <= inputs and len(chain) == 1
+        if getattr(op, "namespace", None) == "aten" and is_view:
+            return FREE
         return self._price(call)
 
 

@@ -84,13 +84,13 @@ def hull(
     Args:
         seconds, fixed: as `levels` has them.
     """
-    own = {group: seconds[group] for group in network.groups}
+    seconds_of = {group: seconds[group] for group in network.groups}
 
     def at(price: float | None) -> OpLevel:
-        prices = {} if price is None else {g: price * s for g, s in own.items()}
+        prices = {} if price is None else {g: price * s for g, s in seconds_of.items()}
         cut = network.least(prices)
         always = sum(size for value, size in cut.sizes.items() if fixed(value))
-        return OpLevel(cut.paid, sum(own[g] for g in cut.paid), cut.bytes, always)
+        return OpLevel(cut.paid, sum(seconds_of[g] for g in cut.paid), cut.bytes, always)
 
     def between(slow: OpLevel, fast: OpLevel) -> list[OpLevel]:
         """The levels that keep more than `slow` and take longer than `fast`."""
@@ -98,16 +98,16 @@ def hull(
         if bytes <= 0 or time <= 0:
             return []
         price = bytes / time
-        found = at(price)
-        below = slow.kept + price * slow.seconds - found.kept - price * found.seconds
+        middle = at(price)
+        below = slow.kept + price * slow.seconds - middle.kept - price * middle.seconds
         if below <= CLOSE * bytes:
             return []
-        return [*between(found, fast), found, *between(slow, found)]
+        return [*between(middle, fast), middle, *between(slow, middle)]
 
     most, least = at(None), at(0.0)
-    found = [most]
+    on_hull = [most]
     # The least cut at price 0 may take longer than another cut that keeps as little.
     for level in sorted((*between(least, most), least), key=lambda level: level.seconds):
-        if level.kept < found[-1].kept:
-            found.append(level)
-    return tuple(found)
+        if level.kept < on_hull[-1].kept:
+            on_hull.append(level)
+    return tuple(on_hull)

@@ -86,25 +86,29 @@ def parcels_of(
         saved: what backward reads.
         offload: paths of blocks.
     """
-    given = *graph.states, *graph.arguments, *graph.copies
-    made = *graph.results, *graph.of_arguments, *graph.of_parameters.values()
-    stay = storages([*given, *(node for node in made if isinstance(node, fx.Node))])
+    inputs = *graph.states, *graph.arguments, *graph.copies
+    results = *graph.results, *graph.of_arguments, *graph.of_parameters.values()
+    stay = storages([*inputs, *(node for node in results if isinstance(node, fx.Node))])
     homes: dict[int, set[str | None]] = defaultdict(set)
     for call in graph.forward:
         for storage in storages([call, *call.all_input_nodes]):
             homes[storage].add(call.meta[SEGMENT])
-    stay |= {storage for storage, own in homes.items() if len(own) > 1 or not own <= {*offload}}
+    stay |= {
+        storage for storage, blocks in homes.items() if len(blocks) > 1 or not blocks <= {*offload}
+    }
     while True:  # a value stays if it shares a storage with one that stays
         going = [node for node in saved if storages([node]) and stay.isdisjoint(storages([node]))]
-        more = storages(node for node in saved if node not in going) - stay
-        if not more:
+        sharing = storages(node for node in saved if node not in going) - stay
+        if not sharing:
             break
-        stay |= more
-    found: dict[str | None, Parcel] = {}
+        stay |= sharing
+    by_block: dict[str | None, Parcel] = {}
     order = dict.fromkeys(call.meta[SEGMENT] for call in graph.forward)
     for node in going:
-        found.setdefault(next(iter(homes[next(iter(storages([node])))])), []).append(node)
-    return [found[block] for block in order if block in found]
+        storage = next(iter(storages([node])))
+        block = next(iter(homes[storage]))
+        by_block.setdefault(block, []).append(node)
+    return [by_block[block] for block in order if block in by_block]
 
 
 def parcel_bytes(parcel: Parcel) -> int:
@@ -135,7 +139,7 @@ def most_moving(forward: fx.GraphModule, backward: fx.GraphModule, parcels: Parc
     leaving = [parcels.bytes[unit] for unit in sorted(range(len(ends)), key=ends.__getitem__)]
     most = max(map(sum, zip(leaving, [0, *leaving], strict=False)))
     now = 0
-    for _, call, unit in events(_stays(backward, _given(backward, parcels))):
+    for _, call, unit in events(_stays(backward, _values_given(backward, parcels))):
         if call is gathering.begin:
             now += parcels.bytes[unit]
         elif call is gathering.let_go:
@@ -163,7 +167,7 @@ def with_sends(module: fx.GraphModule, parcels: Parcels, offloader: Offloader) -
 
 def with_fetches(module: fx.GraphModule, parcels: Parcels, offloader: Offloader) -> fx.GraphModule:
     """A backward that gets the results of `send` in the place of the parcels' values."""
-    values, copying = _given(module, parcels), _Copying(module, offloader)
+    values, copying = _values_given(module, parcels), _Copying(module, offloader)
     calls: dict[int, list[tuple[Callable[..., Any], int]]] = defaultdict(list)
     for part, call, unit in events(_stays(module, values)):
         calls[part].append((call, unit))
@@ -275,7 +279,7 @@ def _returned(module: fx.GraphModule, parcels: Parcels) -> list[Parcel]:
     return parcels.cut(results[len(results) - sum(parcels.sizes) :])
 
 
-def _given(module: fx.GraphModule, parcels: Parcels) -> list[Parcel]:
+def _values_given(module: fx.GraphModule, parcels: Parcels) -> list[Parcel]:
     """The parcels' values in the list that a backward takes what it is given out of."""
     given = [node for node in module.graph.nodes if _is_pop(node)][::-1]
     return parcels.cut(given[parcels.kept :])

@@ -60,7 +60,7 @@ def networks(
         needed: the values of forward that backward reads.
         price: as `Network` has it.
     """
-    wanted = set(needed)
+    needed_values = set(needed)
     segments: dict[str | None, list[fx.Node]] = {}
     for node in reversed(graph.forward):
         segments.setdefault(node.meta[SEGMENT], []).append(node)
@@ -72,13 +72,15 @@ def networks(
         chain = next((noise[read] for read in call.all_input_nodes if read in noise), (call,))
         return price(chain[0])
 
-    kept = storages([*graph.states, *graph.arguments])
+    kept_storages = storages([*graph.states, *graph.arguments])
     for segment, calls in segments.items():
-        if not wanted.isdisjoint(calls):
-            network = Network(graph, blocked, noise, kept, calls[::-1], wanted, with_noise)
+        if not needed_values.isdisjoint(calls):
+            network = Network(
+                graph, blocked, noise, kept_storages, calls[::-1], needed_values, with_noise
+            )
             cut = network.least({})
             yield segment, network, cut
-            kept = kept | storages(cut.keeps)
+            kept_storages = kept_storages | storages(cut.keeps)
 
 
 def is_cheap(call: fx.Node) -> bool:
@@ -106,28 +108,28 @@ def run_again(
     position = {node: number for number, node in enumerate(again) if node not in fixed}
     copies: dict[fx.Node, fx.Node] = {}
     renamed: dict[int, int] = defaultdict(partial(next, keys))
-    made: list[fx.Node] = []
+    result: list[fx.Node] = []
     for call in calls:
         for node in sorted(_leading_to(call, position, copies), key=position.__getitem__):
-            kept = storages(copies.get(read, read) for read in node.all_input_nodes)
+            inputs = storages(copies.get(value, value) for value in node.all_input_nodes)
             with node.graph.inserting_before(call):
-                twin = node.graph.node_copy(node, lambda read: copies.get(read, read))
+                twin = node.graph.node_copy(node, lambda value: copies.get(value, value))
             source = maker(twin)
-            taken = source is not twin and AGAIN in source.meta
-            segment = source.meta[SEGMENT] if taken else call.meta[SEGMENT]
-            twin.meta |= {MADE: node.meta[MADE].again(renamed, kept), SEGMENT: segment}
+            after_copy = source is not twin and AGAIN in source.meta
+            segment = source.meta[SEGMENT] if after_copy else call.meta[SEGMENT]
+            twin.meta |= {MADE: node.meta[MADE].again(renamed, inputs), SEGMENT: segment}
             twin.meta[AGAIN] = True
             copies[node] = twin
             # A result that a later block reads is unpacked where it is made, like all others.
-            made.insert(made.index(source) + 1 if taken else len(made), twin)
-        for read in call.all_input_nodes:
-            if read in copies:
-                call.replace_input_with(read, copies[read])
-        own = call.meta[MADE].storages
-        if not own.keys().isdisjoint(renamed):  # a view of what has run again
-            call.meta[MADE] = call.meta[MADE].again(renamed, own.keys() - renamed.keys())
-        made.append(call)
-    return made
+            result.insert(result.index(source) + 1 if after_copy else len(result), twin)
+        for value in call.all_input_nodes:
+            if value in copies:
+                call.replace_input_with(value, copies[value])
+        made = call.meta[MADE].storages
+        if not made.keys().isdisjoint(renamed):  # a view of what has run again
+            call.meta[MADE] = call.meta[MADE].again(renamed, made.keys() - renamed.keys())
+        result.append(call)
+    return result
 
 
 def _leading_to(

@@ -155,32 +155,32 @@ def split(
     Raises:
         CannotSplit: the stage has no joint graph, or its halves would be in each other's way.
     """
-    found = divide(differentiate(lowered, arguments, seeds, precision), wanted)
-    graph, saved, stash = found.graph, found.saved, found.stash
+    division = divide(differentiate(lowered, arguments, seeds, precision), wanted)
+    graph, saved, stash = division.graph, division.saved, division.stash
     write = GraphWriter(lowered.module, graph)
-    parcels = found.in_code
-    moved = [node for parcel in found.parcels for node in parcel]
-    for_input = [*(saved[n] for n in found.to_input), *moved, *graph.seeds.values()]
-    for_weight = [*(saved[n] for n in found.to_weight), *stash]
+    parcels = division.in_code
+    moved = [node for parcel in division.parcels for node in parcel]
+    for_input = [*(saved[n] for n in division.to_input), *moved, *graph.seeds.values()]
+    for_weight = [*(saved[n] for n in division.to_weight), *stash]
     weights = list(graph.of_parameters.values())
-    beside = stash if wanted.halves else weights
+    also_returned = stash if wanted.halves else weights
     forward = write.forward([*saved, *moved])
-    backward = write.backward(for_input, found.first, graph.of_arguments, beside)
-    sizes = found.held
+    backward = write.backward(for_input, division.first, graph.of_arguments, also_returned)
+    sizes = division.held
     return Joint(
         forward,
         backward,
-        write.backward(for_weight, found.second, weights) if wanted.halves else None,
+        write.backward(for_weight, division.second, weights) if wanted.halves else None,
         tuple(arguments),
         len(graph.results),
         {n: seed for n, seed in enumerate(seeds) if seed is not None and n in graph.seeds},
         tuple(graph.unseeded),
-        found.to_input,
-        found.to_weight,
+        division.to_input,
+        division.to_weight,
         tuple(graph.of_parameters),
-        found.counted,
-        found.counted_weight,
-        found.counted_stash,
+        division.counted,
+        division.counted_weight,
+        division.counted_stash,
         sizes.kept,
         sizes.stash,
         sizes.fresh,
@@ -283,20 +283,22 @@ def divide(graph: JointGraph, wanted: Wanted) -> Division:
     weights = list(graph.of_parameters.values())
     if wanted.halves:
         first, second = halves(graph)
-        made, then = list(graph.of_arguments), weights
+        first_out, second_out = list(graph.of_arguments), weights
     else:
-        first, made = _in_one_piece(graph)
-        second, then = [], []
+        first, first_out = _in_one_piece(graph)
+        second, second_out = [], []
     if wanted.least or any(ASKED in call.meta for call in graph.forward):
-        needed = [*_given(graph, first, made), *_given(graph, second, then)]
+        needed = [*_inputs_of(graph, first, first_out), *_inputs_of(graph, second, second_out)]
         again = chosen(graph, needed, least=wanted.least)
         keys = count(-1, -1)  # those of storages are addresses
         first, second = (
-            run_again(calls, out, again, keys) for calls, out in ((first, made), (second, then))
+            run_again(calls, out, again, keys)
+            for calls, out in ((first, first_out), (second, second_out))
         )
-    for_input, for_weight = _given(graph, first, made), _given(graph, second, then)
-    read = {*for_input, *for_weight}
-    saved = [node for node in (*graph.arguments, *graph.forward) if node in read]
+    for_input = _inputs_of(graph, first, first_out)
+    for_weight = _inputs_of(graph, second, second_out)
+    read_in_backward = {*for_input, *for_weight}
+    saved = [node for node in (*graph.arguments, *graph.forward) if node in read_in_backward]
     parcels = parcels_of(graph, saved, wanted.offload) if wanted.offload else []
     moved = {node for parcel in parcels for node in parcel}
     saved = [node for node in saved if node not in moved]
@@ -323,21 +325,21 @@ def divide(graph: JointGraph, wanted: Wanted) -> Division:
 
 def _in_one_piece(graph: JointGraph) -> tuple[list[fx.Node], list[fx.Node | None]]:
     """The useful calls of a backward in one piece, and what it returns."""
-    made = [*graph.of_arguments, *graph.of_parameters.values()]
-    useful = leading_to([node for node in made if node is not None], graph.backward)
-    return [call for call in graph.backward if call in useful], made
+    outputs = [*graph.of_arguments, *graph.of_parameters.values()]
+    useful = leading_to([node for node in outputs if node is not None], graph.backward)
+    return [call for call in graph.backward if call in useful], outputs
 
 
 def needed(graph: JointGraph) -> list[fx.Node]:
     """The values of forward that a backward in one piece reads."""
-    return [*_given(graph, *_in_one_piece(graph))]
+    return [*_inputs_of(graph, *_in_one_piece(graph))]
 
 
-def _given(
+def _inputs_of(
     graph: JointGraph, calls: Sequence[fx.Node], outputs: Iterable[fx.Node | None]
 ) -> dict[fx.Node, None]:
     """The values that a half reads but neither makes nor takes from the states, each once."""
-    made = set(calls)
+    inside = set(calls)
     read = [node for call in calls for node in call.all_input_nodes]
     read += [node for node in outputs if node is not None]
-    return dict.fromkeys(n for n in read if n not in made and not is_of_state(graph, n))
+    return dict.fromkeys(n for n in read if n not in inside and not is_of_state(graph, n))

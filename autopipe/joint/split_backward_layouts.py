@@ -174,12 +174,12 @@ class JointDryRun:
     def _of(self, stage: Stage, rehearsal: Rehearsal, *, last: bool) -> Held | None:
         """The bytes that a stage's joint graph holds; None: it has none."""
         graph, blocks, rows, precision = self.graph, self.blocks, self.rows, self.precision
-        own = within(graph, stage, blocks, self.recompute)
-        kind = kind_of(graph, stage, blocks, own, last=last)
+        again = within(graph, stage, blocks, self.recompute)
+        kind = kind_of(graph, stage, blocks, again, last=last)
         layouts = _layouts(graph, stage, rehearsal, rows, last, torch.device("cpu"))
         offload = check_offload(graph, stage, blocks, self.wanted.offload)
-        how = replace(self.wanted, offload=frozenset())
-        key = how, offload, kind, layouts, rows, precision
+        without_offload = replace(self.wanted, offload=frozenset())
+        key = without_offload, offload, kind, layouts, rows, precision
         if key not in self.known:
             with fake_mode():
                 states = {name: fake_state(graph, name) for name in stage.states}
@@ -191,14 +191,14 @@ class JointDryRun:
                     None,
                     rows,
                     last=last,
-                    recompute=own,
+                    recompute=again,
                     precision=precision,
                 )
             self.known[key] = _if_it_can(held, graph, lowered, layouts, precision, self.wanted)
-        found: Held | None = self.known[key]
-        if offload and found is None:
+        counted: Held | None = self.known[key]
+        if offload and counted is None:
             raise cannot_offload(stage)
-        return found
+        return counted
 
 
 def check_offload(
