@@ -81,12 +81,12 @@ def graph(
         ScheduleError: as `check`, deadlock aside.
     """
     holder = holders(programs) if placed is None else placed
-    made, microbatches = tables(programs)
-    for rank, (program, table) in enumerate(zip(programs, made, strict=True)):
+    program_tables, microbatches = tables(programs)
+    for rank, (program, table) in enumerate(zip(programs, program_tables, strict=True)):
         check_alone(rank, program, table)
-    check_sums(programs, made)
-    sends = orders(made, Kind.SEND)
-    check_ends(sends, orders(made, Kind.POST), microbatches)
+    check_sums(programs, program_tables)
+    sends = orders(program_tables, Kind.SEND)
+    check_ends(sends, orders(program_tables, Kind.POST), microbatches)
 
     by_column: dict[Channel, Ints] = {}  # the numbers of a channel's transfers
     transfers: list[tuple[int, int]] = []
@@ -95,18 +95,18 @@ def graph(
         by_column[channel][order] = len(transfers) + np.arange(len(order))
         transfers += [(index, k) for k in microbatches[order].tolist()]
     codes, numbers = [], []
-    for table in made:
+    for table in program_tables:
         code = np.array([CODES[line[0]] for line in table.lines], np.int64)
         number = np.zeros(len(table.line), np.int64)
         for line, index in table.lines.items():
             if line[2] is not None:
-                there = table.line == index
+                of_line = table.line == index
                 channel = Instruction(line[0], line[1], 0, line[2], line[3]).channel
-                number[there] = by_column[channel][table.column[there]]
+                number[of_line] = by_column[channel][table.column[of_line]]
         codes.append(code[table.line].tolist())
         numbers.append(number.tolist())
-    found = EventGraph(programs, made, holder, codes, numbers, tuple(sends), transfers)
-    return replace(found, lanes=_shared(found, lanes)) if lanes else found
+    events = EventGraph(programs, program_tables, holder, codes, numbers, tuple(sends), transfers)
+    return replace(events, lanes=_shared(events, lanes)) if lanes else events
 
 
 def _shared(graph: EventGraph, lanes: Lanes) -> list[tuple[int, int]]:
@@ -149,7 +149,7 @@ def run(graph: EventGraph, delays: Delays | None = None, lanes: Lanes | None = N
 _Transfer = tuple[Channel, int]
 
 
-def _circle(graph: EventGraph, found: Walk, lanes: Lanes | None) -> list[str]:
+def _circle(graph: EventGraph, walk: Walk, lanes: Lanes | None) -> list[str]:
     """The waits around the circle in words, from its lowest rank.
 
     Each rank that is left (at a WAIT or a FREE) and each transfer that is left (in its lane) waits
@@ -157,13 +157,13 @@ def _circle(graph: EventGraph, found: Walk, lanes: Lanes | None) -> list[str]:
     """
     at = {
         rank: program[len(done)]
-        for rank, (program, done) in enumerate(zip(graph.programs, found.ends, strict=True))
+        for rank, (program, done) in enumerate(zip(graph.programs, walk.ends, strict=True))
         if len(done) < len(program)
     }
-    ahead = {rank: set(graph.programs[rank][len(found.ends[rank]) :]) for rank in at}
+    ahead = {rank: set(graph.programs[rank][len(walk.ends[rank]) :]) for rank in at}
     happened = {
         (graph.channels[channel], k)
-        for (channel, k), time in zip(graph.transfers, found.arrived, strict=True)
+        for (channel, k), time in zip(graph.transfers, walk.arrived, strict=True)
         if time != NEVER
     }
 
@@ -183,23 +183,23 @@ def _circle(graph: EventGraph, found: Walk, lanes: Lanes | None) -> list[str]:
         for end in ends(channel, k):  # both are issued, so the transfer is behind another
             rank = graph.holder[end.stage]
             program = graph.programs[rank]
-            for other in reversed(program[: program.index(end)]):
-                if lanes and _on_lane(graph, other) and lanes(other.channel) == lanes(end.channel):
-                    before = other.channel, other.microbatch
+            for prior in reversed(program[: program.index(end)]):
+                if lanes and _on_lane(graph, prior) and lanes(prior.channel) == lanes(end.channel):
+                    before = prior.channel, prior.microbatch
                     if before not in happened:
-                        return before, other, f"which is before {end} in a lane of rank {rank}"
+                        return before, prior, f"which is before {end} in a lane of rank {rank}"
         raise AssertionError(f"{channel} {k} has not happened and waits for nothing")
 
     path: list[int | _Transfer] = []
-    words: list[str] = []
+    waits: list[str] = []
     node: int | _Transfer = min(at)
     name: Instruction | None = None
     while node not in path:
-        who = f"rank {node} waits at {at[node]}" if isinstance(node, int) else f"{name} waits"
+        waiter = f"rank {node} waits at {at[node]}" if isinstance(node, int) else f"{name} waits"
         path.append(node)
         node, name, why = blame(node)
-        words.append(f"{who} for {name}, {why}")
+        waits.append(f"{waiter} for {name}, {why}")
     first = path.index(node)
     ranks = [other for other in path[first:] if isinstance(other, int)]
     start = path.index(min(ranks)) if ranks else first
-    return words[start:] + words[first:start]
+    return waits[start:] + waits[first:start]

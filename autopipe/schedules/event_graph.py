@@ -188,12 +188,12 @@ class _Pending:
 
 
 def _run(
-    graph: EventGraph, delays: Delays, rank: int, waiting: _Pending, found: Walk
+    graph: EventGraph, delays: Delays, rank: int, waiting: _Pending, walk: Walk
 ) -> Iterator[int]:
     """Run one rank's program; yield each transfer that it has to wait for."""
     transfers, latency = graph.transfers, delays.latency
-    arrived, sent, offer = found.arrived, found.sent, waiting.offer
-    done, sums = found.ends[rank], found.sums[rank]
+    arrived, sent, offer = walk.arrived, walk.sent, waiting.offer
+    done, sums = walk.ends[rank], walk.sums[rank]
     now = summing = 0.0
     armed: float | None = None
     for code, number, spent in zip(

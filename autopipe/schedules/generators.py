@@ -155,13 +155,13 @@ def one_f_one_b_in_turns(turns: Sequence[int], micro_batches: int) -> Programs:
             )
     programs: list[Program] = []
     for ranks, held in zip(turns, held_in_turns(turns, micro_batches), strict=True):
-        for own in range(ranks):
-            taken, entry = range(own, micro_batches, ranks), len(programs)
+        for turn in range(ranks):
+            own_microbatches, entry = range(turn, micro_batches, ranks), len(programs)
             f, b = (
-                iter([Instruction(kind, entry, k) for k in taken])
+                iter([Instruction(kind, entry, k) for k in own_microbatches])
                 for kind in (Kind.FORWARD, Kind.BACKWARD)
             )
-            programs.append((*_turns(held - 1, f), *_turns(len(taken), f, b)))
+            programs.append((*_turns(held - 1, f), *_turns(len(own_microbatches), f, b)))
     return tuple(programs)
 
 

@@ -97,32 +97,30 @@ def lane_of(
     """
     source, target = (channel.source, channel.flow), (channel.target, channel.flow)
     sent = entries.taken(channel.target, orders[source])
-    taken = entries.taken(channel.source, orders[target])
+    received = entries.taken(channel.source, orders[target])
     place = {k: number for number, k in enumerate(sent)}
-    for k in {*sent} ^ {*taken}:
-        one, other = channel[:2] if k in place else channel[1::-1]
+    for k in {*sent} ^ {*received}:
+        runner, absent = channel[:2] if k in place else channel[1::-1]
         raise ScheduleError(
-            f"stage {one} runs {channel.flow.value}{k}, and stage {other}, with which it exchanges "
-            "tensors, never does"
+            f"stage {runner} runs {channel.flow.value}{k}, and stage {absent}, with which it "
+            "exchanges tensors, never does"
         )
-    begun, wanting = (
-        _starts_of(sent, source, orders, starts),
-        _starts_of(taken, target, orders, starts),
-    )
-    near = channel._replace(
+    send_starts = _starts_of(sent, source, orders, starts)
+    use_starts = _starts_of(received, target, orders, starts)
+    between_stages = channel._replace(
         source=entries.stages[channel.source], target=entries.stages[channel.target]
     )
-    ahead = window(near, windows)
-    wanted = (max(number + ahead, place[k] + 1) for number, k in enumerate(taken))
-    posted = [min(len(sent), count) for count in accumulate(wanted, max)] + [len(sent)]
+    ahead = window(between_stages, windows)
+    counts = (max(number + ahead, place[k] + 1) for number, k in enumerate(received))
+    posted = [min(len(sent), count) for count in accumulate(counts, max)] + [len(sent)]
 
-    bound, waits = sends_under_way(near, sends_ahead), 0
-    for number, start in enumerate(begun):
-        while waits < len(wanting) and wanting[waits] <= start:
+    bound, waits = sends_under_way(between_stages, sends_ahead), 0
+    for number, start in enumerate(send_starts):
+        while waits < len(use_starts) and use_starts[waits] <= start:
             waits += 1
         bound = max(bound, number - posted[waits] + 1)
     ready = [-1] * posted[0]
-    for number, start in enumerate(wanting):
+    for number, start in enumerate(use_starts):
         ready += [start] * (posted[number + 1] - posted[number])
     return WireLane(
         channel,
@@ -131,7 +129,7 @@ def lane_of(
         bound,
         ready,
         None if sent is orders[source] else place,
-        None if taken is orders[target] else {k: number for number, k in enumerate(taken)},
+        None if received is orders[target] else {k: number for number, k in enumerate(received)},
     )
 
 

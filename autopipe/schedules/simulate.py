@@ -207,8 +207,8 @@ def simulate(programs: Programs, costs: Costs, lanes: deadlock.Lanes | None = No
         ),
         tuple(
             TimelineSpan(rank, instruction, *times)
-            for rank, found in enumerate(walk.sums)
-            for instruction, times in zip(reduces[rank], found, strict=True)
+            for rank, spans in enumerate(walk.sums)
+            for instruction, times in zip(reduces[rank], spans, strict=True)
         ),
     )
 

@@ -148,27 +148,27 @@ def _starts(programs: Programs, edges: Sequence[Edge]) -> dict[Side, list[int]]:
     ready = list(range(len(programs)))
     while ready:
         rank = ready.pop()
-        program, now, here = programs[rank], clock[rank], position[rank]
-        while here < len(program):
-            kind, stage, k, _, _ = program[here]
+        program, time, index = programs[rank], clock[rank], position[rank]
+        while index < len(program):
+            kind, stage, k, _, _ = program[index]
             if kind in FLOWS:
                 side = stage, FLOWS[kind]
                 missing = None
                 for need, end in needs[side]:
                     if k not in end:
                         missing = need
-                    elif end[k] > now:
-                        now = end[k]
+                    elif end[k] > time:
+                        time = end[k]
                 if missing is not None:
                     waiting.setdefault(missing, []).append(rank)
                     break
-                starts[side].append(now)
-                ends[side][k] = now + 1
+                starts[side].append(time)
+                ends[side][k] = time + 1
                 if side in waiting:
                     ready += waiting.pop(side)
-            now += 1
-            here += 1
-        clock[rank], position[rank] = now, here
+            time += 1
+            index += 1
+        clock[rank], position[rank] = time, index
     return starts
 
 
@@ -184,7 +184,7 @@ def _around(
     body: list[Instruction] = []
     owed: dict[tuple[Channel, int], Instruction] = {}  # the FREE of each send under way
     counts: dict[Side, int] = defaultdict(int)
-    gone: dict[Channel, int] = defaultdict(int)  # sends of each channel so far
+    sent_so_far: dict[Channel, int] = defaultdict(int)  # sends of each channel so far
 
     def free(channel: Channel, k: int) -> None:
         if (channel, k) in owed:
@@ -217,7 +217,7 @@ def _around(
             number = place if leaves is None else leaves.get(k, -1)
             if number < 0:
                 continue
-            gone[channel] = number + 1
+            sent_so_far[channel] = number + 1
             if number >= bound:
                 free(channel, sent[number - bound])
             body.append(Instruction(Kind.SEND, stage, k, flow, channel.target))
@@ -226,7 +226,7 @@ def _around(
             # A gradient sent before this forward has arrived by now; free its memory.
             now = starts[side][place] if place < len(starts[side]) else -1
             for channel, sent, _, bound, ready, *_ in sends[stage, Flow.GRADIENT]:
-                last_sent = gone[channel] - 1
+                last_sent = sent_so_far[channel] - 1
                 if bound == 1 and 0 <= last_sent < len(ready) and ready[last_sent] <= now:
                     free(channel, sent[last_sent])
     end = [Instruction(Kind.STEP, min(last))] if last else []

@@ -45,11 +45,11 @@ def parse(text: str, turns: Sequence[int] = ()) -> Programs:
     ranks = holders(programs)
     entries = Entries.at(turns or (1,) * len(ranks))
     for stage, rank in zip(range(len(entries.stages)), ranks, strict=False):
-        there = set(programs[rank])
+        instructions = set(programs[rank])
         for k in entries.taken(stage, range(last.microbatch + 1)):
             f, b, i, w = (Instruction(kind, stage, k) for kind in _BEFORE)
-            ends = w if i in there else b
-            missing = next((needed for needed in (f, ends) if needed not in there), None)
+            ends = w if i in instructions else b
+            missing = next((needed for needed in (f, ends) if needed not in instructions), None)
             if missing is not None:
                 raise ScheduleError(
                     f"rank {rank}: {missing} is missing; every stage runs micro-batches 0 to "
@@ -83,9 +83,9 @@ def _check_order(rank: int, program: Program) -> None:
             raise ScheduleError(f"rank {rank}: {instruction} stands twice")
         first = _BEFORE[kind]
         if first is not None and (needed := Instruction(first, stage, k)) not in before:
-            found = "stands after it" if needed in program else "is missing"
+            fault = "stands after it" if needed in program else "is missing"
             raise ScheduleError(
-                f"rank {rank}: {instruction} needs {needed} before it, which {found}"
+                f"rank {rank}: {instruction} needs {needed} before it, which {fault}"
             )
         before.add(instruction)
         whole, half = (Instruction(b, stage, k) for b in (Kind.BACKWARD, Kind.BACKWARD_INPUT))

@@ -131,33 +131,35 @@ def _check_side(
     if not kinds:
         return
     kind, stage, flow, peer = line
-    own = table.place[table.lines[line]]
-    other = np.full_like(own, -1)
-    for near in kinds:
+    positions = table.place[table.lines[line]]
+    neighbours = np.full_like(positions, -1)
+    for neighbour in kinds:
         number = table.lines.get(
-            (near, stage, *((None, None) if near in COMPUTE else (flow, peer)))
+            (neighbour, stage, *((None, None) if neighbour in COMPUTE else (flow, peer)))
         )
         if number is not None:
-            other = np.where(other < 0, table.place[number], other)
-    missing = other < 0
-    swapped = ~missing & ((other > own) if side == "before" else (other < own))
+            neighbours = np.where(neighbours < 0, table.place[number], neighbours)
+    missing = neighbours < 0
+    swapped = ~missing & (
+        (neighbours > positions) if side == "before" else (neighbours < positions)
+    )
     if side == "after" and kind in (Kind.FORWARD, Kind.FREE):
         # Without sums of gradients, as in an evaluation, a backward may be missing.
         missing &= (Kind.REDUCE, stage, None, None) in table.lines
-    wrong = np.flatnonzero((own >= 0) & (missing | swapped))
+    wrong = np.flatnonzero((positions >= 0) & (missing | swapped))
     if not len(wrong):
         return
-    column = min(wrong, key=own.__getitem__)
-    position, instruction = int(own[column]), program[own[column]]
+    column = min(wrong, key=positions.__getitem__)
+    position, instruction = int(positions[column]), program[positions[column]]
     if missing[column]:
         need = instruction._replace(kind=kinds[-1])
         if need.kind in COMPUTE:
             need = need._replace(flow=None, peer=None)
         yield position, f"{instruction} needs {need} {side} it, which is missing"
     else:
-        found = "after" if side == "before" else "before"
-        need = program[other[column]]
-        yield position, f"{instruction} needs {need} {side} it, which stands {found} it"
+        actual = "after" if side == "before" else "before"
+        need = program[neighbours[column]]
+        yield position, f"{instruction} needs {need} {side} it, which stands {actual} it"
 
 
 def _check_last(program: Program, position: int) -> Iterator[tuple[int, str]]:
@@ -168,13 +170,13 @@ def _check_last(program: Program, position: int) -> Iterator[tuple[int, str]]:
         if rest:
             yield position, f"{rest[0]} stands after {instruction}, which ends a program"
         return
-    left = [other for other in rest if other.stage == stage and other.kind in FINAL]
-    if not left:
+    finals = [later for later in rest if later.stage == stage and later.kind in FINAL]
+    if not finals:
         yield position, f"{instruction} needs the last backward of stage {stage} after it"
-    elif len(left) > 1:
-        yield position, f"{instruction} stands before {left[0]}, and {left[-1]} is the last"
-    elif rest[0] != left[0]:
-        yield position, f"{instruction} must stand right before {left[0]}, found {rest[0]}"
+    elif len(finals) > 1:
+        yield position, f"{instruction} stands before {finals[0]}, and {finals[-1]} is the last"
+    elif rest[0] != finals[0]:
+        yield position, f"{instruction} must stand right before {finals[0]}, found {rest[0]}"
 
 
 def check_sums(programs: Programs, made: Sequence[ProgramTable]) -> None:
@@ -214,8 +216,8 @@ def check_ends(sends: Orders, posts: Orders, microbatches: Ints) -> None:
     """
     for channel in dict.fromkeys((*sends, *posts)):
         sent, posted = (
-            microbatches[found[channel]].tolist() if channel in found else []
-            for found in (sends, posts)
+            microbatches[orders[channel]].tolist() if channel in orders else []
+            for orders in (sends, posts)
         )
         if sent == posted:
             continue
