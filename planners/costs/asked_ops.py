@@ -50,9 +50,9 @@ GATHERS = "gathers"
 def meant(flow: Dataflow, blocks: Sequence[Block], words: Collection[str]) -> frozenset[int]:
     """The positions of the nodes in blocks that words of `WORDS`, or names of nodes, mean."""
     inside = owners(blocks, 0, len(flow.graph.nodes))
-    found = {p for word in words if word in WORDS for p in WORDS[word](flow, inside)}
-    found.update(_called(flow, inside, {word for word in words if word not in WORDS}))
-    return frozenset(found & inside.keys())
+    positions = {p for word in words if word in WORDS for p in WORDS[word](flow, inside)}
+    positions.update(_of_these_names(flow, inside, {word for word in words if word not in WORDS}))
+    return frozenset(positions & inside.keys())
 
 
 def is_for_ops(word: str) -> bool:
@@ -89,15 +89,17 @@ def check_meant(flow: Dataflow, blocks: Sequence[Block], words: Iterable[str]) -
     for word in words:
         check_blocks(blocks, word)
         if not is_exchange(word) and word != GATHERS and not meant(flow, blocks, [word]):
-            had = [other for other in WORDS if meant(flow, blocks, [other])]
+            usable = [known for known in WORDS if meant(flow, blocks, [known])]
             raise PlanError(
                 f"recompute: {word} was asked for, and no block of the model has any",
-                hint=f"{', '.join(['all', 'none', *had])}, or the path of a block; without "
+                hint=f"{', '.join(['all', 'none', *usable])}, or the path of a block; without "
                 "--recompute the planner chooses",
             )
 
 
-def _called(flow: Dataflow, inside: Mapping[int, Block], names: Collection[str]) -> Iterator[int]:
+def _of_these_names(
+    flow: Dataflow, inside: Mapping[int, Block], names: Collection[str]
+) -> Iterator[int]:
     """The nodes of these names, and those in their places in blocks of the same class."""
     kinds = {block.module: block.kind for block in inside.values()}
     homes = {name: block_of(name, kinds) for name in names}
@@ -139,8 +141,8 @@ def _gathers(flow: Dataflow, inside: Mapping[int, Block]) -> Iterator[int]:
                 yield position
 
 
-def _sharded(lies: object) -> bool:
-    return isinstance(lies, Placement) and lies.sharded
+def _sharded(placement: object) -> bool:
+    return isinstance(placement, Placement) and placement.sharded
 
 
 _Way = Callable[[int], Iterable[int]]

@@ -63,17 +63,17 @@ def pipeline(plan: Plan, *, held: Sequence[int], room: Sequence[int]) -> EagerPi
         held: bytes that one more micro-batch in flight takes in each stage.
         room: bytes that each stage has left with depths of 0 and windows of 1.
     """
-    found = predict.costs(plan)
+    costs = predict.costs(plan)
     boundaries = []
     for j in range(len(plan.stages) - 1):
-        there, back = Channel(j, j + 1, Flow.ACTIVATION), Channel(j + 1, j, Flow.GRADIENT)
-        wire, returning = found.links(there), found.links(back)
+        forth, back = Channel(j, j + 1, Flow.ACTIVATION), Channel(j + 1, j, Flow.GRADIENT)
+        wire, returning = costs.links(forth), costs.links(back)
         posted = int(max(wire.bytes, returning.bytes))
         boundaries.append(
             StageLink(wire.latency, wire.bandwidth, wire.bytes, returning.bytes, posted)
         )
     micro_batches = plan.batch.micro_batches
-    return EagerPipeline(found.forward, found.backward, boundaries, micro_batches, held, room)
+    return EagerPipeline(costs.forward, costs.backward, boundaries, micro_batches, held, room)
 
 
 _Choice = tuple[tuple[int, ...], tuple[int, ...]]  # depths, windows

@@ -104,13 +104,13 @@ def _kernel_cost(
     if not any(value == of for value, of in base.items()):
         return _free(costs[kernel[0]])  # views alone
     read = {base.get(v, v): None for p in kernel for v in graph.nodes[p].values()}
-    given = [value for value in read if value not in base]
+    inputs = [value for value in read if value not in base]
     last = kernel[-1]
-    left = {base[v]: None for v in base if any(r > last for r in readers.get(v, ()))}
-    moved = _bytes(graph, given) + _bytes(graph, [value for value in left if value in base])
-    gradients = _bytes(graph, [value for value in given if value in carrying])
+    outputs = {base[v]: None for v in base if any(r > last for r in readers.get(v, ()))}
+    moved = _bytes(graph, inputs) + _bytes(graph, [value for value in outputs if value in base])
+    gradients = _bytes(graph, [value for value in inputs if value in carrying])
     carries = any(value in carrying for value in base)
-    learns = any(isinstance(value, State) for value in given if value in carrying)
+    learns = any(isinstance(value, State) for value in inputs if value in carrying)
     return NodeCost(
         sum((costs[p].forward_flops for p in kernel), NOTHING),
         moved,

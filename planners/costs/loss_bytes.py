@@ -35,7 +35,9 @@ def loss_bytes(graph: Graph, positions: Iterable[int], *, compiled: bool) -> lis
         compiled: whether backward runs as compiled graphs.
     """
     nodes = (graph.nodes[position] for position in positions)
-    found = (None if compiled and node.short != IN_PARTS else _made(graph, node) for node in nodes)
+    found = (
+        None if compiled and node.short != IN_PARTS else _loss_spec(graph, node) for node in nodes
+    )
     return [GRADIENTS * spec.bytes if spec is not None else 0 for spec in found]
 
 
@@ -50,7 +52,7 @@ def passing_of(graph: Graph, units: Units, *, compiled: bool) -> Callable[[int],
     return at
 
 
-def _made(graph: Graph, node: Node) -> TensorSpec | None:
+def _loss_spec(graph: Graph, node: Node) -> TensorSpec | None:
     """The shape and dtype of the tensor that a loss node makes from its logits; None: no loss."""
     if node.short == "cross_entropy_loss":
         return graph.spec(node.values()[0])
@@ -60,8 +62,8 @@ def _made(graph: Graph, node: Node) -> TensorSpec | None:
         most = maker(graph, node.values()[0])
         return graph.spec(most.values()[0]) if most is not None else None
     if node.short == IN_PARTS:  # from a part of its columns at a time
-        given = arguments(node)
-        rows = sympy.prod(graph.spec(given["target"]).shape)
-        dtype = wide(graph.spec(given["weight"]).dtype)
-        return TensorSpec((rows, given["width"]), dtype)
+        args = arguments(node)
+        rows = sympy.prod(graph.spec(args["target"]).shape)
+        dtype = wide(graph.spec(args["weight"]).dtype)
+        return TensorSpec((rows, args["width"]), dtype)
     return None

@@ -171,26 +171,26 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
     )
     placed = holders(compute)
     over = sharing(stages, held.cut.degree.sharding, placed, plan)
-    written = []
+    entries = []
     for stage, (peak, at), entry in zip(stages, moments, plan.stages, strict=True):
         on_rank = [s for s in stages if placed[s.index] == placed[stage.index]]
         earlier = {name for s in on_rank if s.index < stage.index for name in s.states}
-        own = {name: over[name] for name in stage.states if name not in earlier}
+        counted = {name: over[name] for name in stage.states if name not in earlier}
         low = {name for s in on_rank for name in held.low[s.index]}
-        copies = sum(copy_bytes(held.cut.graph.states[name]) for name in own if name in low)
+        copies = sum(copy_bytes(held.cut.graph.states[name]) for name in counted if name in low)
         if stage is max(on_rank, key=lambda s: held.gathered[s.index]):  # one runs at a time
             copies += held.gathered[stage.index]
         if held.cut.whole is not None and stage is stages[-1]:
             peak, at = _with_loss(peak, at, held.cut.whole, plan)
         compiled = rehearsal.runs_compiled(stage.index)
         loss = _of_loss(held.cut, stage, compiled=compiled)
-        passes, doing = passing(held.cut.graph, own, peak, loss, plan, compiled=compiled)
+        passes, doing = passing(held.cut.graph, counted, peak, loss, plan, compiled=compiled)
         if doing is not None:
             at = Instruction(doing, stage.index)
-        holds = memory(held.cut.graph, own, peak, copies, passes, plan, optimizer_factor)
+        holds = memory(held.cut.graph, counted, peak, copies, passes, plan, optimizer_factor)
         predicted = replace(entry.predicted, memory=holds, fullest=str(at or ""))
-        written.append(replace(entry, predicted=predicted))
-    return replace(plan, stages=tuple(written))
+        entries.append(replace(entry, predicted=predicted))
+    return replace(plan, stages=tuple(entries))
 
 
 def _of_loss(cut: CutModel, stage: Stage, *, compiled: bool) -> int:

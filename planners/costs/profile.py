@@ -157,7 +157,7 @@ class Costing:
         passing = passing_of(flow.graph, units, compiled=self.compiled)
         levels = levels_of(short, inside, kept.levels, self.rows[0], self._may)
         if self._words:  # all of these ops, and no choice
-            levels = [replace(own, found=own.found[-1:]) for own in levels]
+            levels = [replace(ops, found=ops.found[-1:]) for ops in levels]
         problem = replace(
             timed,
             constraints=self._constraints(levels),
@@ -173,14 +173,14 @@ class Costing:
                     passing=passing(profile.rows),
                     crossings=crossings(profile.rows),
                     levels=tuple(
-                        own.at(profile.rows, forward[profile.rows], units) for own in levels
+                        ops.at(profile.rows, forward[profile.rows], units) for ops in levels
                     ),
                 )
                 for profile in timed.profiles
             ),
         )
         paths = tuple(block.path for block in self._may)
-        return Profiled(problem, paths, tuple(own.nodes() for own in levels), equal)
+        return Profiled(problem, paths, tuple(ops.nodes() for ops in levels), equal)
 
     def parts(self, rows: int, kind: int) -> NDArray[np.float64]:
         """The units' seconds of a micro-batch by cause, on a kind of device: shape (3, units).

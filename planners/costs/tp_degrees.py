@@ -97,13 +97,13 @@ def degrees(cluster: Cluster, asked: int | None, graph: Graph) -> tuple[tuple[in
                 hint=f"tp of at most {devices}",
             )
         return ((asked,),)
-    near = tuple(
+    usual = tuple(
         tp
         for tp in range(1, min(max(nodes), MOST) + 1)
         if all(node % tp == 0 for node in nodes) or _divides(graph, tp)
     )
-    far = tuple(tp for tp in (2, 4, 8, 16) if max(near) < tp <= devices and devices % tp == 0)
-    return near, far
+    wider = tuple(tp for tp in (2, 4, 8, 16) if max(usual) < tp <= devices and devices % tp == 0)
+    return usual, wider
 
 
 def _divides(graph: Graph, tp: int) -> bool:

@@ -174,14 +174,14 @@ def cost_formulas(
     arguments.refuse_unknown("precision", precision, PRECISIONS)
     example, specs = arguments.example_of(inputs)
     with phase("tracing"):
-        two = batch.two_rows(example, specs)
-        traced = trace_lengths(model, two, specs, loss, kept(precision))
+        two_rows = batch.two_rows(example, specs)
+        traced = trace_lengths(model, two_rows, specs, loss, kept(precision))
     graph, blocks = traced.trace.graph, find_blocks(traced.trace.graph)
     if tp > 1:
         check_degree(graph, tp)
         say = say or (lambda line: None)
-        meant = arguments.cluster_meant(cluster, (tp,), say)
-        machine = arguments.measured(meant, need(graph, precision), say)
+        devices = arguments.cluster_meant(cluster, (tp,), say)
+        machine = arguments.measured(devices, need(graph, precision), say)
         degrees(machine, tp, graph)
         graph, blocks = _of_first_rank(traced, blocks, tp, machine)
     with as_first(tp), phase("costs of each node"):
@@ -213,15 +213,15 @@ def _by_node(
 ) -> list[Amounts]:
     """The amounts of every node; of equal blocks only a few are costed and run."""
     flow = analyse(graph)
-    kept: dict[int, list[Dim]] = defaultdict(list)
+    saved_by_node: dict[int, list[Dim]] = defaultdict(list)
     for short in shortened(flow, blocks):
         try:
             for storage, formula in _storages(short, length, precision):
-                for whole in short.along(storage):
-                    kept[whole.made].append(formula)
+                for each in short.along(storage):
+                    saved_by_node[each.made].append(formula)
             break
         except Uneven:
-            kept.clear()
+            saved_by_node.clear()
     owned: dict[int, list[Dim]] = defaultdict(list)
     for name, state in graph.states.items():
         owned[flow.users[State(name)][0]].append(state.held.bytes)
@@ -237,7 +237,7 @@ def _by_node(
             costs[like].backward_flops,
             costs[like].forward_bytes,
             costs[like].backward_bytes,
-            sympy.Add(*kept[position]),
+            sympy.Add(*saved_by_node[position]),
             *sent[like],
         )
         for position, like in enumerate(short.like.tolist())

@@ -169,20 +169,20 @@ def _classes(problem: Problem) -> BlockClasses:
             for level in profile.levels[block] if profile.levels else ():
                 saves.append(level.dropped)
                 spent.append(level.seconds)
-        asked = fixed.get(block), block in away, *saves
-        alike = (
-            *asked,
+        constraints = fixed.get(block), block in away, *saves
+        key = (
+            *constraints,
             *(size.tobytes() for size in sizes),
             *(_rounded(kind) for kinds in spent for kind in kinds),
         )
-        as_whole = *asked, _rounded(sum(kind) for kinds in spent for kind in kinds)
-        if alike not in known:
-            known[alike] = len(known)
+        whole_key = *constraints, _rounded(sum(kind) for kinds in spent for kind in kinds)
+        if key not in known:
+            known[key] = len(known)
             firsts.append(block)
             wholes.append(
-                known_wholes.setdefault(as_whole, BlockPart(known[alike], 0, stop - start))
+                known_wholes.setdefault(whole_key, BlockPart(known[key], 0, stop - start))
             )
-        kinds.append(known[alike])
+        kinds.append(known[key])
     return BlockClasses(tuple(kinds), tuple(firsts), tuple(wholes))
 
 

@@ -117,15 +117,15 @@ def _groups(machine: Machine, dp: int) -> tuple[DeviceGroup, ...]:
 @lru_cache(maxsize=4096)
 def _link(machine: Machine, dp: int, group: int, other: int) -> Level:
     places = machine.topology
-    own, theirs = (slice(first * dp, (first + 1) * dp) for first in (group, other))
+    first_group, second_group = (slice(first * dp, (first + 1) * dp) for first in (group, other))
     # Pairs in the same places are joined alike: of thousands of devices few are looked at.
-    sites = zip(places.sites[own], places.sites[theirs], strict=True)
-    nodes = zip(places.nodes[own], places.nodes[theirs], strict=True)
-    alike = {
+    sites = zip(places.sites[first_group], places.sites[second_group], strict=True)
+    nodes = zip(places.nodes[first_group], places.nodes[second_group], strict=True)
+    distinct = {
         (site, node if node[0] == node[1] else None): d
         for d, (site, node) in enumerate(zip(sites, nodes, strict=True))
     }
-    pairs = {places.pair(group * dp + d, other * dp + d) for d in alike.values()}
+    pairs = {places.pair(group * dp + d, other * dp + d) for d in distinct.values()}
     return slowest(pairs)
 
 

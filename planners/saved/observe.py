@@ -152,7 +152,7 @@ def _seen(
         ),
         tuple(each.bytes for each in kept.values()),
         {
-            at[position]: tuple(None if one is None else one.dtype for one in look)
+            at[position]: tuple(None if spec is None else spec.dtype for spec in look)
             for position, look in looks.items()
         },
         low,

@@ -107,12 +107,13 @@ def _calls(graph: JointGraph) -> tuple[Hashable, NDArray[np.int64]]:
     seen: dict[int, int] = {}
     calls, sizes = [], list[int]()
     for node in nodes:
-        made = node.meta[MADE].storages
-        lies = tuple(seen.setdefault(key, len(seen)) for key in made)
+        storages = node.meta[MADE].storages
+        memory = tuple(seen.setdefault(key, len(seen)) for key in storages)
         reads = tuple(place[read] for read in node.all_input_nodes)
         of = node.meta.get(POSITION), node.meta.get(SEGMENT)
-        calls.append((node.op, node.target if node.op == "call_function" else "", reads, lies, of))
-        sizes += made.values()
+        target = node.target if node.op == "call_function" else ""
+        calls.append((node.op, target, reads, memory, of))
+        sizes += storages.values()
     gradients = (*graph.of_arguments, *graph.of_parameters.values())
     parts = [
         tuple(None if node is None else place[node] for node in part)

@@ -107,7 +107,7 @@ class Saving:
             if dtype is not None
         }
         low, levels = set(first.copies), first.levels
-        if not self.compiled and sum(own.bytes for own in sizes[rows[0]]) > self.room:
+        if not self.compiled and sum(item.bytes for item in sizes[rows[0]]) > self.room:
             levels = eager_levels(self.short, self.precision, rows[0], self.segments, self.seconds)
         return KeptBytes(
             sizes,
@@ -133,23 +133,23 @@ class Saving:
         if len(rows) > 3:
             small, between, large = rows[0], rows[len(rows) // 2], rows[-1]
             low, high = observe(small), observe(large)
-            same = low.storages == high.storages
+            same_storages = low.storages == high.storages
             # Where storages differ, the middle one still tells whether joint graphs are on lines.
-            middle = observe(between) if self.check and (same or self.compiled) else None
-            if same and (not middle or middle.storages == low.storages):
+            middle = observe(between) if self.check and (same_storages or self.compiled) else None
+            if same_storages and (not middle or middle.storages == low.storages):
                 sizes = np.array(low.bytes), np.array(high.bytes)
                 lines = {}
                 for size in rows:
                     share = size - small, large - small
-                    rise, rest = np.divmod((sizes[1] - sizes[0]) * share[0], share[1])
+                    rise, remainder = np.divmod((sizes[1] - sizes[0]) * share[0], share[1])
                     off = (
                         middle and size == between and (sizes[0] + rise).tolist() != [*middle.bytes]
                     )
-                    if rest.any() or off:
+                    if remainder.any() or off:
                         break
                     # A maximum of sums is convex: never above the line between two of its points.
-                    more = -((low.made - high.made) * share[0] // share[1])
-                    lines[size] = _SavedLine(low, (sizes[0] + rise).tolist(), low.made + more)
+                    made_more = -((low.made - high.made) * share[0] // share[1])
+                    lines[size] = _SavedLine(low, (sizes[0] + rise).tolist(), low.made + made_more)
                 else:
                     return lines
             return self._lines(observe, rows[1:]) | {small: _as_it_is(low)}

@@ -64,17 +64,17 @@ def seconds_before(problem: Problem, config: Config) -> NDArray[np.float64]:
 
 def _through(problem: Problem, config: Config) -> float:
     """Seconds of a micro-batch through all units and back, with what ZeRO moves in each."""
-    whole = math.fsum(_quickest(problem, config.microbatch_rows(problem.batch)))
+    through = math.fsum(_quickest(problem, config.microbatch_rows(problem.batch)))
     if config.scatters and problem.machine.alike:
-        held = sum(parameter.bytes for parameter in problem.parameters)
-        low = held - sum(copy.bytes for copy in problem.copies)
-        summed = low if problem.low_gradients else held
+        trained = sum(parameter.bytes for parameter in problem.parameters)
+        low = trained - sum(copy.bytes for copy in problem.copies)
+        summed = low if problem.low_gradients else trained
         read = low + sum(parameter.bytes for parameter in problem.frozen)
         group = problem.machine.groups(config.dp)[0]
-        own = exchanged(read, summed, problem, config, group)
-        waiting = float(2 * own.gathers + own.scatters)
-        whole = least_with(whole, waiting, overlaps=problem.machine.overlaps)
-    return whole
+        exchanges = exchanged(read, summed, problem, config, group)
+        waiting = float(2 * exchanges.gathers + exchanges.scatters)
+        through = least_with(through, waiting, overlaps=problem.machine.overlaps)
+    return through
 
 
 @lru_cache(maxsize=256)

@@ -183,9 +183,9 @@ def fastest(layers: Layers, weights: tuple[float, float], floor: float) -> Stage
         path = _descent(layers, weights, floor, *masked)
         if path is None:
             break
-        found = through(path) + path.most(_exposed)
-        if found < step * (1 - TOLERANCE):
-            step, best = found, path
+        of_path = through(path) + path.most(_exposed)
+        if of_path < step * (1 - TOLERANCE):
+            step, best = of_path, path
         if through(path) + least >= step * NEXT:
             break
         limit = min(path.most(_exposed) * NEXT, step - through(path))
@@ -233,22 +233,22 @@ def best_path(join: _Join, layers: Layers, of: Of) -> StagePath:
     end[-1] = 0.0
     tails: list[dict[GroupsUsed, Array]] = [{arc.target: end for arc in layers[-1]}]
     for arcs in reversed(layers):
-        here: dict[GroupsUsed, Array] = {}
+        at_layer: dict[GroupsUsed, Array] = {}
         for arc in arcs:
             value = join(of(arc), tails[-1][arc.target]).min(axis=1)
-            here[arc.source] = np.minimum(here.get(arc.source, value), value)
-        tails.append(here)
+            at_layer[arc.source] = np.minimum(at_layer.get(arc.source, value), value)
+        tails.append(at_layer)
     tails.reverse()
 
     (state,) = tails[0]
-    at, bounds, taken = 0, [], []
-    for arcs, here, after in zip(layers, tails, tails[1:], strict=False):
+    at, bounds, path = 0, [], []
+    for arcs, at_layer, after in zip(layers, tails, tails[1:], strict=False):
         for arc in (arc for arc in arcs if arc.source == state):
-            good = join(of(arc)[at], after[arc.target]) <= here[state][at] / NEXT
-            if good.any():
+            least_here = join(of(arc)[at], after[arc.target]) <= at_layer[state][at] / NEXT
+            if least_here.any():
                 break
-        at, state = int(np.argmax(good)), arc.target
+        at, state = int(np.argmax(least_here)), arc.target
         bounds.append(at)
-        taken.append(arc)
+        path.append(arc)
     value = float(next(iter(tails[0].values()))[0])
-    return StagePath(value, tuple(bounds[:-1]), tuple(arc.group for arc in taken), tuple(taken))
+    return StagePath(value, tuple(bounds[:-1]), tuple(arc.group for arc in path), tuple(path))

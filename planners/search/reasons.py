@@ -137,10 +137,10 @@ def _parts(held: Memory, flying: str) -> dict[str, int]:
         "passing": passing,
         "copies": learned,
     }
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for field in fields(Memory):
-        found[words[field.name]] += getattr(held, field.name)
-    return dict(found)
+        sizes[words[field.name]] += getattr(held, field.name)
+    return dict(sizes)
 
 
 EXACT = "the planner `dynamic`, which places cuts by memory"

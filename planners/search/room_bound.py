@@ -67,17 +67,17 @@ def ruled_out(
     room = largest - beyond + ROUNDED + more
     # One in flight everywhere first: most configs are out by that, and no schedule has been made.
     for flying in (_one_in_flight, in_flights):
-        held = flying(problem, config)
-        upto = {in_flight: least.upto(in_flight) for in_flight in {*held}}
-        sums = [upto[in_flight] for in_flight in held]
+        flights = flying(problem, config)
+        upto = {in_flight: least.upto(in_flight) for in_flight in {*flights}}
+        sums = [upto[in_flight] for in_flight in flights]
         # A device may divide its room among its stages in any way.
-        together = [upto[min(held)]]
+        together = [upto[min(flights)]]
         if units := max(_left_over(together, config.pp * room), _left_over(sums, room)):
             return RuledOut(units, ever=True)
         if seconds < math.inf:
-            taken = seconds_before(problem, config)
+            seconds_taken = seconds_before(problem, config)
             longest = longest_period(problem, config, seconds)
-            if units := _left_over(sums, room, taken, longest):
+            if units := _left_over(sums, room, seconds_taken, longest):
                 return RuledOut(units, ever=False)
     return None
 

@@ -35,9 +35,9 @@ def filled(problem: Problem, decision: Decision) -> Decision:
     beyond, recompute = list(before.beyond), list(decision.recompute)
     offload = list(decision.offload) or [()] * decision.stages
     for stage, rank in reversed([*enumerate(ranks)]):
-        more = without.stages[stage].memory.peak - before.stages[stage].memory.peak
-        less = recompute[stage] or offload[stage]
-        if less and before.fits and beyond[rank] + more <= 0:
-            beyond[rank] += more
+        extra = without.stages[stage].memory.peak - before.stages[stage].memory.peak
+        keeps_less = recompute[stage] or offload[stage]
+        if keeps_less and before.fits and beyond[rank] + extra <= 0:
+            beyond[rank] += extra
             recompute[stage], offload[stage] = (), ()
     return replace(decision, recompute=tuple(recompute), offload=tuple(offload))
