@@ -106,9 +106,9 @@ class _Place:
         self._note()
 
     def moved(self) -> list[MovedValue]:
-        own = self.holder.own
-        if len(own) == self._length and all(
-            _same(own.get(key, _GONE), value, at) for key, value, at in self._seen
+        values = self.holder.own
+        if len(values) == self._length and all(
+            _same(values.get(key, _GONE), value, at) for key, value, at in self._seen
         ):
             return []
         before = {key: (value, at) for key, value, at in self._seen}

@@ -77,19 +77,19 @@ def write_stages(
             "torch exports to ONNX by onnxscript, which is not installed",
             hint="pip install 'autopipe[onnx]'",
         ) from error
-    found, stages = _cut(file, plan)
+    trace, stages = _cut(file, plan)
     origin = Origin(file.model, bare(file.model), weights or file.weights, seed, read=trained.read)
     chain: list[dict[str, Any]] = []
-    with atomic_file.folder(folder) as beside, phase("writing stages", of=len(stages)) as done:
+    with atomic_file.folder(folder) as partial, phase("writing stages", of=len(stages)) as done:
         for stage in stages:
-            states = materialize(found.graph, list(stage.states), origin)
-            made = onnx_stage(found, stage, states, rows, last=stage is stages[-1])
+            states = materialize(trace.graph, list(stage.states), origin)
+            model = onnx_stage(trace, stage, states, rows, last=stage is stages[-1])
             name = f"stage_{stage.index}.onnx"
-            _export(made, beside / name)
-            chain.append({"file": name, "takes": list(made.takes), "gives": list(made.gives)})
+            _export(model, partial / name)
+            chain.append({"file": name, "takes": list(model.takes), "gives": list(model.gives)})
             done()
         text = json.dumps({"rows": rows, "stages": chain}, indent=1) + "\n"
-        (beside / "chain.json").write_text(text)
+        (partial / "chain.json").write_text(text)
 
 
 def _cut(file: ModelFile, plan: Plan) -> tuple[Trace, Sequence[Stage]]:

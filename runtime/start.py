@@ -212,20 +212,20 @@ def own_states(
     Raises:
         ModelError: a parameter's values are missing, or differ between ranks.
     """
-    same = SameValues(traced.states)
+    same_values = SameValues(traced.states)
     unused = list(traced.unused) if part.place.rank == 0 else []
-    found = materialize(
+    tensors = materialize(
         replace(traced.trace.graph, states=traced.states),
         [*dict.fromkeys(name for stage in part.stages for name in stage.states), *unused],
         origin,
         device=part.device,
-        part=partial(_own_rows, same, sharding, part.place.tp),
+        part=partial(_own_rows, same_values, sharding, part.place.tp),
         optional=unused,
     )
-    same.check(joined.world, len(part.plan.mesh.places))
-    apart = {name: found.pop(name) for name in unused if name in found}
+    same_values.check(joined.world, len(part.plan.mesh.places))
+    unused_tensors = {name: tensors.pop(name) for name in unused if name in tensors}
     written = frozenset(written_states(traced.trace.graph))
-    return ModelStates(traced.states, found, apart, sharding, written)
+    return ModelStates(traced.states, tensors, unused_tensors, sharding, written)
 
 
 def connect(part: RankPart) -> Transport:

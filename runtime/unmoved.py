@@ -98,18 +98,18 @@ class Unmoved:
         Args:
             kept: a model of the user's file that has the value.
         """
-        own = kept if kept is not None else self._model
-        skeleton = bare(own) if isinstance(own, nn.Module) else self._traced.skeleton
+        model = kept if kept is not None else self._model
+        skeleton = bare(model) if isinstance(model, nn.Module) else self._traced.skeleton
         with torch.random.fork_rng(devices=[]), seeding.at(seeding.places()):
             try:
-                found = trace_as_planned(
-                    own, skeleton, self._traced.example, self._loss, self._plan
+                trace = trace_as_planned(
+                    model, skeleton, self._traced.example, self._loss, self._plan
                 )
             except ModelError as error:
                 return error.message
-        if fingerprint(found.graph) == self._plan.fingerprint:
+        if fingerprint(trace.graph) == self._plan.fingerprint:
             return None
-        return first_difference(found.graph, self._plan.trail)
+        return first_difference(trace.graph, self._plan.trail)
 
 
 def _of_buffer(moved: MovedValue) -> ModelError:

@@ -135,8 +135,8 @@ def read(data: bytes, place: str) -> Manifest:
     """
     try:
         body = json.loads(data)
-        found = body.pop("sum")
-        if found != _sum(body):
+        checksum = body.pop("sum")
+        if checksum != _sum(body):
             raise DamagedError(f"{place} was changed after it was written: its checksum differs")
         chunks = codec.from_json(Chunks, body["chunks"], "chunks")
         training = body["training"]

@@ -104,9 +104,9 @@ def origins(here: Groups, there: Sequence[Groups]) -> list[list[tuple[int, int]]
     >>> origins([["a", "c"], ["b"]], [[["a"], ["b"]], [["c"], ["d"]]])
     [[(0, 0), (1, 0)], [(0, 1)]]
     """
-    alike = [rank for rank, groups in enumerate(there) if groups == here]
-    if alike:
-        return [[(alike[0], number)] for number in range(len(here))]
+    equal = [rank for rank, groups in enumerate(there) if groups == here]
+    if equal:
+        return [[(equal[0], number)] for number in range(len(here))]
     places = {
         name: (rank, number)
         for rank, groups in enumerate(there)

@@ -212,21 +212,21 @@ def _try(wires: Sequence[CmaWire]) -> None:
     # Where Yama lets only parents trace a process, the process may allow all others, as here.
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     number = secrets.randbits(62)
-    theirs = [(ctypes.c_int64 * 2)() for _ in wires]  # a peer's number: read there, left here
-    own = [(ctypes.c_int64 * 1)(number) for _ in wires]
+    marks = [(ctypes.c_int64 * 2)() for _ in wires]  # a peer's number: read there, left here
+    sent_numbers = [(ctypes.c_int64 * 1)(number) for _ in wires]
     size = ctypes.sizeof(ctypes.c_int64)
-    for wire, mine, mark in zip(wires, own, theirs, strict=True):
-        wire.end.sendall(_HELLO.pack(ctypes.addressof(mine), ctypes.addressof(mark) + size))
-    for wire, mine, mark in zip(wires, own, theirs, strict=True):
+    for wire, sent_number, mark in zip(wires, sent_numbers, marks, strict=True):
+        wire.end.sendall(_HELLO.pack(ctypes.addressof(sent_number), ctypes.addressof(mark) + size))
+    for wire, sent_number, mark in zip(wires, sent_numbers, marks, strict=True):
         to_read, to_write = _HELLO.unpack(_exactly(wire, _HELLO.size))
         try:
             wire.read(ctypes.addressof(mark), to_read, size)
-            wire.write(ctypes.addressof(mine), to_write, size)
+            wire.write(ctypes.addressof(sent_number), to_write, size)
         except OSError as error:
             where = f"{error.strerror}, between its memory and that of rank {wire.rank}"
             raise OSError(error.errno, where) from error
         wire.end.sendall(b"+")
-    for wire, mark in zip(wires, theirs, strict=True):
+    for wire, mark in zip(wires, marks, strict=True):
         _exactly(wire, 1)
         if mark[0] != mark[1]:
             raise OSError(errno.EFAULT, "what was read and what was written differ")

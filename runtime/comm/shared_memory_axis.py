@@ -167,9 +167,9 @@ def open_together(group: dist.ProcessGroup, wanted: bool = True) -> mmap.mmap | 
                 memory = mmap.mmap(file, size)
                 if memory[-16:] != mark:  # another container, where the pid is another process's
                     memory = None
-        found = [False] * ranks
-        dist.all_gather_object(found, memory is not None, group=group)
-    return memory if all(found) else None
+        all_have = [False] * ranks
+        dist.all_gather_object(all_have, memory is not None, group=group)
+    return memory if all(all_have) else None
 
 
 def tensor_parallel_axis(plan: Plan, place: Place, backend: str, *, shared: bool) -> GroupAxis:

@@ -79,18 +79,18 @@ def spawn(
     logs = Logs(log_dir) if log_dir is not None else None
     with _signals({signal.SIGINT, signal.SIGTERM, *forwarded}) as received:
         children: list[subprocess.Popen[bytes]] = []
-        kept, interrupted = {*forwarded}, 0
+        passed_on, interrupted = {*forwarded}, 0
         try:
             for environ in _environments(processes, environs):
                 full = [*guard, *command, *argv]
                 children.append(_start(full, environ, logs))
-            while not (ending := [number for number in received if number not in kept]):
+            while not (ending := [number for number in received if number not in passed_on]):
                 for number in [*received]:
                     received.remove(number)
                     for child in children:
                         child.send_signal(number)
                     if number == signal.SIGINT:
-                        kept.discard(signal.SIGINT)
+                        passed_on.discard(signal.SIGINT)
                         interrupted = 128 + number
                         print(HEARD, file=sys.stderr)
                 codes = [child.poll() for child in children]
@@ -101,10 +101,10 @@ def spawn(
                     # The peers of a killed process fail too, a moment later, or are ended by their
                     # sidecars: name the cause.
                     _, code, rank = min(failed)
-                    how = f"exited with code {code}"
+                    ended = f"exited with code {code}"
                     if code < 0:
-                        how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
-                    print(f"rank {rank} of {processes} {how}; ending the others", file=sys.stderr)
+                        ended = f"was killed by signal {-code} ({signal.strsignal(-code)})"
+                    print(f"rank {rank} of {processes} {ended}; ending the others", file=sys.stderr)
                     return code if code > 0 else 128 - code
                 if None not in codes:
                     return interrupted

@@ -164,21 +164,21 @@ def _hold_shards(
     check_written(part.split.graph)
     rows = {}
     for name, state in part.split.graph.states.items():
-        whole = states.get(name)
-        if isinstance(whole, nn.Parameter):
+        state_tensor = states.get(name)
+        if isinstance(state_tensor, nn.Parameter):
             states[name], rows[name] = in_shards(
-                whole, replicas, state.spec.dtype, state.summed.dtype, offload=offload
+                state_tensor, replicas, state.spec.dtype, state.summed.dtype, offload=offload
             )
     parameters, stages = _parameters(part, states)
-    held = RowShards(parameters, dict.fromkeys(parameters, replicas), rows)
+    shards = RowShards(parameters, dict.fromkeys(parameters, replicas), rows)
     gathered = {}
     for stage in part.stages:
-        own = {name: parameters[name] for name in stages[stage.index]}
+        of_stage = {name: parameters[name] for name in stages[stage.index]}
         module = _lowered(part, stage, {name: states[name] for name in stage.states}).module
-        units = units_of(module, own)
-        gathered[stage.index] = GatheredStage(held, own, replicas, units)
+        units = units_of(module, of_stage)
+        gathered[stage.index] = GatheredStage(shards, of_stage, replicas, units)
     varying = _varying(part.split.graph)
-    gradients = ParameterShards(held, parameters, replicas, stages, copies, varying)
+    gradients = ParameterShards(shards, parameters, replicas, stages, copies, varying)
     return HeldParameters(states, gradients, gathered)
 
 

@@ -96,26 +96,26 @@ def _values(
     graph: Graph, states: Mapping[str, StateSpec], origin: Origin, optional: Collection[str]
 ) -> tuple[dict[str, Tensor], nn.Module]:
     """Tensors by name, and the module that has the others; one line for each row of the table."""
-    found = {name: graph.constants[name] for name in states if name in graph.constants}
+    tensors = {name: graph.constants[name] for name in states if name in graph.constants}
     if origin.weights is not None:
         saved = [n for n, s in states.items() if s.kind == "parameter" or s.persistent]
-        saved = [name for name in saved if name not in found]
-        found |= origin.read(Path(origin.weights), graph, saved, optional, origin.say)
-        return found, origin.skeleton
+        saved = [name for name in saved if name not in tensors]
+        tensors |= origin.read(Path(origin.weights), graph, saved, optional, origin.say)
+        return tensors, origin.skeleton
     if isinstance(origin.source, nn.Module):
-        return found, origin.source
+        return tensors, origin.source
     memory = host_memory.available() if origin.memory is None else origin.memory
     if parameter_bytes(origin.skeleton) <= memory:
         model = _build_in_turn(origin.source, origin.seed)
         unwritten.refuse_again(model, origin.skeleton)
         if origin.seed and origin.skeleton in OF_VALUES:  # a skeleton's weights are of seed 0
             unwritten.refuse_others(model, origin.skeleton, origin.seed)
-        own = (n for n, s in states.items() if s.kind == "parameter" and n not in found)
-        unwritten.refuse({name: model.get_parameter(name) for name in own})
-        return found, model
-    wanted = [n for n, s in states.items() if s.kind == "parameter" and n not in optional]
-    found |= _initialise(origin.skeleton, wanted, origin.seed, memory)
-    return found, origin.skeleton
+        built = (n for n, s in states.items() if s.kind == "parameter" and n not in tensors)
+        unwritten.refuse({name: model.get_parameter(name) for name in built})
+        return tensors, model
+    to_initialise = [n for n, s in states.items() if s.kind == "parameter" and n not in optional]
+    tensors |= _initialise(origin.skeleton, to_initialise, origin.seed, memory)
+    return tensors, origin.skeleton
 
 
 def _on(device: torch.device | str, state: StateSpec, tensor: Tensor) -> Tensor:
@@ -147,8 +147,8 @@ def _initialise(
     owners: dict[str, list[str]] = {}
     for name in names:
         owners.setdefault(name.rpartition(".")[0], []).append(name)
-    found: dict[str, Tensor] = {}
-    for path, own in owners.items():
+    tensors: dict[str, Tensor] = {}
+    for path, names_of_module in owners.items():
         module = skeleton.get_submodule(path)
         reset = initialiser(skeleton, path)
         if reset is None:
@@ -165,8 +165,8 @@ def _initialise(
                 empty = torch.empty(fake.shape, dtype=fake.dtype)
                 module.register_parameter(key, nn.Parameter(empty, fake.requires_grad))
             reset()
-        for name in own:
-            found[name] = module.get_parameter(name.rpartition(".")[2])
+        for name in names_of_module:
+            tensors[name] = module.get_parameter(name.rpartition(".")[2])
         for key, fake in fakes.items():
             module.register_parameter(key, fake)
-    return found
+    return tensors

@@ -159,17 +159,17 @@ class ModelStates:
         Raises:
             AutopipeError: as `export`.
         """
-        kept = []
+        tensors = []
         for name, names in self._saved().items():
             shape = tuple(shape_at(self.specs[name].spec, 1))
             dtype = self.specs[name].master or self._own(name).dtype
-            kept.append(FileTensor(names, shape, dtype))
+            tensors.append(FileTensor(names, shape, dtype))
 
         def whole(name: str) -> Tensor:
             tensor = self._whole(name, master)
             return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-        export(path, kept, whole, place, world)
+        export(path, tensors, whole, place, world)
 
     def _saved(self) -> dict[str, tuple[str, ...]]:
         """All names of each tensor that a state dict has of this rank, in the model's order."""

@@ -63,19 +63,19 @@ def read(
     """
     if path.is_dir() and (path / ".metadata").is_file():
         return _read_distributed(path, graph, names, optional, say)
-    found, prefixes, there = dict[str, Tensor](), set[str](), list[str]()
+    tensors, prefixes, keys = dict[str, Tensor](), set[str](), list[str]()
     for file in _files(path):
         with _Stored(file) as stored:
-            there += stored.keys
+            keys += stored.keys
             prefix = _prefix(graph, names, stored.keys)
             for name in names:
                 key = stored_as(graph, name, stored.keys, prefix)
                 if key is not None:
-                    found[name] = stored.tensor(key)
+                    tensors[name] = stored.tensor(key)
                     prefixes.add(prefix)
     _say_prefix(path, prefixes, say)
-    check_shapes(path, graph, names, {n: t.shape for n, t in found.items()}, optional, there)
-    return {name: tensor.to(graph.states[name].held.dtype) for name, tensor in found.items()}
+    check_shapes(path, graph, names, {n: t.shape for n, t in tensors.items()}, optional, keys)
+    return {name: tensor.to(graph.states[name].held.dtype) for name, tensor in tensors.items()}
 
 
 def _say_prefix(path: Path, prefixes: Collection[str], say: Say | None) -> None:

@@ -293,9 +293,9 @@ def memory(budget: Budget) -> Found:
         right, out = torch.ones_like(left), torch.ones_like(left)
         return lambda: torch.add(left, right, out=out)
 
-    step, taken = climb(len(BYTES), addition, BYTES[1] / BYTES[0], budget, budget.seconds / 2)
+    step, seconds = climb(len(BYTES), addition, BYTES[1] / BYTES[0], budget, budget.seconds / 2)
     if step == len(BYTES) - 1:
-        (found,) = in_turns([_window_of(partial(addition, step), budget)], budget)
-        taken = statistics.median(found)
+        (turns,) = in_turns([_window_of(partial(addition, step), budget)], budget)
+        seconds = statistics.median(turns)
     rough = "" if step == len(BYTES) - 1 else f"out of time after {times * BYTES[step] >> 20} MiB"
-    return Found((3 * times * BYTES[step] / taken,), rough)
+    return Found((3 * times * BYTES[step] / seconds,), rough)

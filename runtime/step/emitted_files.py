@@ -62,8 +62,8 @@ class Emitted:
                 wait for each other.
         """
         folder = Path(folder)
-        theirs = Plan.load(folder / "plan.json")
-        if replace(theirs, source=None) != replace(plan, source=None):
+        emitted_plan = Plan.load(folder / "plan.json")
+        if replace(emitted_plan, source=None) != replace(plan, source=None):
             raise PlanError(
                 f"{folder} was emitted from another plan than the one given",
                 hint=f"give the plan in {folder / 'plan.json'}, or emit again",
@@ -72,8 +72,8 @@ class Emitted:
         lines = [line.partition("#")[0] for line in _read(path).splitlines()]
         with _named(path):
             programs = parse_programs("\n".join(lines))
-            found = tuple(tuple(i for i in program if i.kind in COMPUTE) for program in programs)
-            plan = replace(plan, programs=tuple(format_programs(found).splitlines()))
+            alone = tuple(tuple(i for i in program if i.kind in COMPUTE) for program in programs)
+            plan = replace(plan, programs=tuple(format_programs(alone).splitlines()))
             compute = of_plan.computed(plan)
             check_whole(programs, of_plan.step(plan, compute))
             deadlock.check(programs)
@@ -133,18 +133,21 @@ class Emitted:
         return replace(lowered, module=cast(fx.GraphModule, module))
 
 
-def check_whole(found: Programs, expected: Programs) -> None:
+def check_whole(programs: Programs, expected: Programs) -> None:
     """Refuse programs that lack a transfer or a sum, or have one too many.
 
     Raises:
         ScheduleError: names the rank and the first such instruction.
     """
-    for rank, (own, whole) in enumerate(zip(found, expected, strict=True)):
-        for one, other, word in ((whole, own, "lacks"), (own, whole, "has no use for")):
-            known = set(other)
-            missing = next((i for i in one if i not in known), None)
+    for rank, (edited, planned) in enumerate(zip(programs, expected, strict=True)):
+        for needed, present, verb in (
+            (planned, edited, "lacks"),
+            (edited, planned, "has no use for"),
+        ):
+            known = set(present)
+            missing = next((i for i in needed if i not in known), None)
             if missing is not None:
-                raise ScheduleError(f"rank {rank} {word} {missing}")
+                raise ScheduleError(f"rank {rank} {verb} {missing}")
 
 
 def _read(path: Path) -> str:

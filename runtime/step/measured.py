@@ -74,11 +74,11 @@ def _memory(
     states, specs = rank.held.states, rank.part.split.graph.states
     shards = dict(rank.held.gradients.shards())
     trained = [n for n in names if n in shards and shards[n].grad is not None]
-    kept = optimizer.state if optimizer is not None else {}
+    state_of = optimizer.state if optimizer is not None else {}
     # Under ZeRO-1 and 2 forward reads the state, and the master is a shard. Under ZeRO-3 what is
     # read is there while it is gathered.
     fully = bool(rank.held.gathered)
-    held = shards if fully else states
+    read = shards if fully else states
     sharded = {n for n in names if not fully and specs[n].master not in (None, states[n].dtype)}
     parameters = [n for n in names if specs[n].kind == "parameter"]
 
@@ -88,9 +88,9 @@ def _memory(
         return states[name].numel() * specs[name].summed.dtype.itemsize
 
     return Memory(
-        parameters=_bytes(shards[n] if n in sharded else held[n] for n in parameters),
+        parameters=_bytes(shards[n] if n in sharded else read[n] for n in parameters),
         gradients=sum(gradient(n) for n in trained),
-        optimizer=sum(_state_bytes(kept[shards[n]]) for n in trained if shards[n] in kept),
+        optimizer=sum(_state_bytes(state_of[shards[n]]) for n in trained if shards[n] in state_of),
         buffers=_bytes(states[n] for n in names if specs[n].kind != "parameter"),
         activations=activations,
         transfers=transfers,

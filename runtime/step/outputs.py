@@ -82,14 +82,14 @@ def gathered(
     dims = [_rows_dim(split, output) for output in split.graph.outputs[-len(paths) :]]
     of_each: list[list[Tensor]] = []
     for dp in range(plan.mesh.dp):
-        found = []
+        by_microbatch = []
         for last in lasts[:micro_batches]:
             source = plan.mesh.rank(last, dp)
-            mine = world is None or dist.get_rank(world) == source
-            columns = zip(zip(*results, strict=True), dims, strict=True) if mine else ()
-            own = [_joined(parts, dim) for parts, dim in columns]
-            found.append(own if world is None else _from(source, own, world))
-        shares = zip(zip(*found, strict=True), dims, strict=True)
+            is_source = world is None or dist.get_rank(world) == source
+            columns = zip(zip(*results, strict=True), dims, strict=True) if is_source else ()
+            tensors = [_joined(parts, dim) for parts, dim in columns]
+            by_microbatch.append(tensors if world is None else _from(source, tensors, world))
+        shares = zip(zip(*by_microbatch, strict=True), dims, strict=True)
         of_each.append([_in_order(share, dim, micro_batches) for share, dim in shares])
     joined = [
         parts[0] if len(parts) == 1 else torch.cat(parts, dim or 0)

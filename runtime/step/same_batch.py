@@ -31,11 +31,11 @@ def check_same_plan(plan: Plan, world: dist.ProcessGroup | None) -> None:
     if world is None:
         return
     digest = hashlib.blake2b(codec.dumps(plan).encode(), digest_size=8).digest()
-    mine = torch.tensor([int.from_bytes(digest, "big", signed=True)])
-    found = list(torch.empty(len(plan.mesh.places), 1, dtype=mine.dtype))
-    dist.all_gather(found, mine, group=world)
-    for rank, other in enumerate(found):
-        if not torch.equal(other, found[0]):
+    own = torch.tensor([int.from_bytes(digest, "big", signed=True)])
+    gathered = list(torch.empty(len(plan.mesh.places), 1, dtype=own.dtype))
+    dist.all_gather(gathered, own, group=world)
+    for rank, of_rank in enumerate(gathered):
+        if not torch.equal(of_rank, gathered[0]):
             raise PlanError(
                 f"ranks were given different plans: rank 0 and rank {rank}",
                 hint="plan once and plan.save('plan.json'); every rank takes "

@@ -97,16 +97,16 @@ class BatchLoss:
             values[path] if path in values else self._leaf(parts, path)
             for path in lowered.stage.inputs
         ]
-        how = arithmetic(self._part.plan.precision, self._part.device, [])
+        numerics = arithmetic(self._part.plan.precision, self._part.device, [])
         with (
             torch.set_grad_enabled(seed is not None),
             stream(*numbers, 0),
-            computing(how),
+            computing(numerics),
             self._counted(inputs, lowered.rows, meter),
         ):
-            made = tuple(lowered.module(*inputs))
-            seeds: Seeds = {} if seed is None else self._seeds(parts, made, values, seed)
-        return LossOfStep(tuple(result.detach() for result in made), seeds)
+            scored = tuple(lowered.module(*inputs))
+            seeds: Seeds = {} if seed is None else self._seeds(parts, scored, values, seed)
+        return LossOfStep(tuple(result.detach() for result in scored), seeds)
 
     @contextmanager
     def holding(self, rows: int, meter: Meter | None) -> Iterator[None]:
@@ -137,22 +137,22 @@ class BatchLoss:
     def _seeds(
         self,
         parts: Microbatches,
-        made: Sequence[Tensor],
+        results: Sequence[Tensor],
         values: Mapping[str, Tensor],
         seed: float,
     ) -> Seeds:
         """The gradients by this replica's embeddings, by micro-batch."""
-        loss, *counts = made
+        loss, *counts = results
         each = seed / float(counts[0]) if counts and float(counts[0]) else seed
         trained = [e for e in self.whole.embeddings if e.gradient is not None]
         leaves = [values[e.path] for e in trained]
-        found: Sequence[Tensor | None] = [None] * len(leaves)
+        gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:
             gradient = torch.full_like(loss, each)
-            found = torch.autograd.grad(loss, leaves, gradient, allow_unused=True)
+            gradients = torch.autograd.grad(loss, leaves, gradient, allow_unused=True)
         place, mesh = self._part.place, self._part.plan.mesh
         seeds = {}
-        for e, leaf, gradient_ in zip(trained, leaves, found, strict=True):
+        for e, leaf, gradient_ in zip(trained, leaves, gradients, strict=True):
             of_all = torch.zeros_like(leaf) if gradient_ is None else gradient_
             seeds_of_rank = e.parted(of_all, mesh.dp)[place.dp]
             seeds[e.gradient or ""] = e.parted(seeds_of_rank, parts.count)
