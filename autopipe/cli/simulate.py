@@ -78,7 +78,7 @@ def simulate(
     from autopipe.schedules.registry import SCHEDULES
     from autopipe.util import atomic_file
 
-    asked: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
+    options: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
     if svg is not None and what is None:
         raise AutopipeError(
             "--svg makes one picture, and no schedule was named",
@@ -86,7 +86,7 @@ def simulate(
         )
     check_folder(svg)
     if what is not None:
-        schedule_page.check(what, asked)
+        schedule_page.check(what, options)
     columns, timelines = paper.width(schedule_page.WIDTH), []
     planned = what is not None and what.endswith(".json")
     steps: list[dict[str, Any]] = []
@@ -96,7 +96,7 @@ def simulate(
             say_edits(loaded)
             timeline = schedule_page.of_plan(loaded)
         else:
-            timeline = schedule_page.of_schedule(name, schedule_page.Shape(**asked))
+            timeline = schedule_page.of_schedule(name, schedule_page.Shape(**options))
         timelines.append(timeline)
         if json:
             steps.append(as_json.of_timeline(name, timeline))

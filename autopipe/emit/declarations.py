@@ -41,18 +41,22 @@ def assignments(states: Mapping[str, Expression], home: str = "") -> list[str]:
     lines: list[str] = []
     for name, found in tree.items():
         if is_name(name):
-            lines += lay_out(_held(found), INDENT, f"self.{name} = ")
+            lines += lay_out(_expression(found), INDENT, f"self.{name} = ")
         else:
-            lines += lay_out(Call("setattr", ("self", text(name), _held(found))), INDENT)
+            lines += lay_out(Call("setattr", ("self", text(name), _expression(found))), INDENT)
     return lines
 
 
-def _held(tree: Tree | Expression) -> Expression:
+def _expression(tree: Tree | Expression) -> Expression:
     if not isinstance(tree, dict):
         return tree
-    named = [behind(f"{name}=", _held(found)) for name, found in tree.items() if is_name(name)]
+    named = [
+        behind(f"{name}=", _expression(subtree)) for name, subtree in tree.items() if is_name(name)
+    ]
     numbered = [
-        behind(f"{text(name)}: ", _held(found)) for name, found in tree.items() if not is_name(name)
+        behind(f"{text(name)}: ", _expression(subtree))
+        for name, subtree in tree.items()
+        if not is_name(name)
     ]
     first = [Call("", tuple(numbered), "{}")] if numbered else []
     return Call("States", (*first, *named))

@@ -146,20 +146,20 @@ class Body:
         What only a rank's graph has is named after a node, `h.3/add/1>I`, `h.3/linear/0/[bias]>P`,
         or after an entry of the batch, `<labels>>S(1)`.
         """
-        found = re.match(r"(.*?/\d+)(?!\w)(.*)", node)
-        made = found and NodeName.of(found[1])
-        if found is None or made is None:
+        match = re.match(r"(.*?/\d+)(?!\w)(.*)", node)
+        parsed = match and NodeName.of(match[1])
+        if match is None or parsed is None:
             return identifier("_".join(re.findall(r"\w+", node)))
         call = self.path.removeprefix(self.home)
-        words = made.module.removeprefix(self.home).split(".")
-        words = [word.removesuffix(call) for word in words]
-        op = made.op.strip("_") if made.op.startswith("__") else made.op
-        if Visit.of(words[-1]).module != op:
-            words.append(op)
-        if made.number:
-            words.append(str(made.number))
-        words += re.findall(r"\w+", found[2])
-        return identifier("_".join(filter(None, words)))
+        parts = parsed.module.removeprefix(self.home).split(".")
+        parts = [part.removesuffix(call) for part in parts]
+        op = parsed.op.strip("_") if parsed.op.startswith("__") else parsed.op
+        if Visit.of(parts[-1]).module != op:
+            parts.append(op)
+        if parsed.number:
+            parts.append(str(parsed.number))
+        parts += re.findall(r"\w+", match[2])
+        return identifier("_".join(filter(None, parts)))
 
     def _call(
         self,

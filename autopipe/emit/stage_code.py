@@ -125,19 +125,19 @@ class _Writer:
 
     def source(self) -> str:
         """The whole module."""
-        head, own = self._stage_class()
+        head, body = self._stage_class()
         classes = [line for cls in self.classes.values() for line in self._block_class(cls)]
         constants = [f"ROWS = {self.lowered.rows}"]
         if "DEVICE" in self.words:
             constants += ['DEVICE = torch.device("cpu")  # or the GPU of the rank that runs this']
-        words = sorted(self.words - {"DEVICE"})
-        imports = f"from {HELPERS} import {', '.join(words)}"
+        helpers = sorted(self.words - {"DEVICE"})
+        imports = f"from {HELPERS} import {', '.join(helpers)}"
         if len(imports) > WIDTH:
-            imports = "\n    ".join([f"from {HELPERS} import (", *(f"{word}," for word in words)])
+            imports = "\n    ".join([f"from {HELPERS} import (", *(f"{name}," for name in helpers)])
             imports += "\n)"
         head += ["", "import torch", "from torch import Tensor", "", imports, ""]
         head += ["aten = torch.ops.aten", "", *constants]
-        return "\n".join([*head, *classes, *own]) + "\n"
+        return "\n".join([*head, *classes, *body]) + "\n"
 
     # --- Which blocks share a class, and which an instance ---------------------------------------
 
@@ -191,21 +191,21 @@ class _Writer:
         arguments, names = _arguments([*received, *inputs])
         lines = body.write(self.code, arguments, names)
         self.words |= body.words
-        for part, given in zip(self.parts, body.called.values(), strict=True):
-            part.given = given
+        for part, arguments_given in zip(self.parts, body.called.values(), strict=True):
+            part.given = arguments_given
 
         states = self._states("")
         again: list[str] = []
         homes = [f"{in_graph_module(module)}." for module, _, _ in self.instances]
-        for (module, _, _), (path, made) in self.instances.items():
+        for (module, _, _), (path, value) in self.instances.items():
             home = in_graph_module(module)
             if path == home and not home.startswith(tuple(homes)):  # in the place of its states
                 below = f"{home}."
                 states = {home if n.startswith(below) else n: x for n, x in states.items()}
-                states[home] = made
+                states[home] = value
                 continue
             parent, _, leaf = path.rpartition(".")
-            add = Call(f"{member(parent) if parent else 'self'}.add_module", (text(leaf), made))
+            add = Call(f"{member(parent) if parent else 'self'}.add_module", (text(leaf), value))
             again += lay_out(add, INDENT)
         code = [
             *("", "", f"class {self.title}(States):"),

@@ -102,18 +102,18 @@ def check(words: Words) -> None:
         AutopipeError: names the word, what is allowed, and what was found.
     """
     for name, (form, longest, letters) in _FORMS.items():
-        found = getattr(words, name)
-        if found is not None and not (len(found) <= longest and re.fullmatch(form, found, re.A)):
-            raise _refused(name, f"{letters}, at most {longest}", found)
+        value = getattr(words, name)
+        if value is not None and not (len(value) <= longest and re.fullmatch(form, value, re.A)):
+            raise _refused(name, f"{letters}, at most {longest}", value)
     if words.array is not None:
         _check_array(words.array)
     for host in words.hosts:
         if not (len(host) <= _HOST[1] and re.fullmatch(_HOST[0], host, re.A)):
             raise _refused("hosts", _HOST[2], host)
     for name, least in _LEAST.items():
-        found, most = getattr(words, name), _MOST.get(name, 10**9)
-        if not least <= found <= most:
-            raise _refused(name, f"{least} to {most}", found)
+        value, most = getattr(words, name), _MOST.get(name, 10**9)
+        if not least <= value <= most:
+            raise _refused(name, f"{least} to {most}", value)
     for name in ("checkpoints", "venv", "folder"):
         if getattr(words, name) is not None:
             check_text(option(name), getattr(words, name))

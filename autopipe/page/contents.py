@@ -192,8 +192,8 @@ def _headlines(plan: Plan, run: Recording | None) -> Iterator[Headline]:
     yield Headline(numbers.memory(held), "on the fullest device", may)
     bubble = numbers.percent(plan.prediction.bubble)
     if measured is not None and measured.step_seconds:
-        found = waterfall.bubble(plan, measured)
-        yield Headline(numbers.percent(found), "bubble, measured", f"planned {bubble}")
+        bubble_measured = waterfall.bubble(plan, measured)
+        yield Headline(numbers.percent(bubble_measured), "bubble, measured", f"planned {bubble}")
     else:
         yield Headline(bubble, "bubble, predicted")
 

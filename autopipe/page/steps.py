@@ -83,9 +83,9 @@ def of_plan(plan: Plan, lanes: Lanes | None = None) -> Picture:
     A step of too many boxes is drawn with its first micro-batches alone, without the run's.
     """
     timeline, shown = _timeline(plan, len(lanes) if lanes is not None else 0)
-    whole = shown == plan.batch.micro_batches
-    own = lanes if whole else None
-    ends = [slices[-1].end for slices in own or () if slices]
+    all_shown = shown == plan.batch.micro_batches
+    measured = lanes if all_shown else None
+    ends = [slices[-1].end for slices in measured or () if slices]
     axis = max(timeline.seconds, max(ends, default=0.0)) or 1.0
     placed = holders(timeline.programs)
     planned = [[] for _ in timeline.programs]  # type: list[list[Slice]]
@@ -100,7 +100,7 @@ def of_plan(plan: Plan, lanes: Lanes | None = None) -> Picture:
     return Picture(
         axis,
         tuple(_rows(planned, placed, axis, timeline.seconds, shown)),
-        tuple(_rows(own or (), placed, axis, max(ends, default=0.0), shown)),
+        tuple(_rows(measured or (), placed, axis, max(ends, default=0.0), shown)),
         numbers.seconds(timeline.seconds),
         numbers.seconds(max(ends)) if ends else "",
         tuple(key),

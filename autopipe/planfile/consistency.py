@@ -59,33 +59,33 @@ def check_figures(figures: Mapping[str, object], path: str, refuse: Refuse) -> N
 
 def check_transfers(stages: Sequence[StagePlan], refuse: Refuse) -> None:
     """Check that what each stage receives is what another one sends to it, and the reverse."""
-    for word, other in (("sends", "receives"), ("receives", "sends")):
+    for side, other_side in (("sends", "receives"), ("receives", "sends")):
         for index, stage in enumerate(stages):
-            for slot, transfer in enumerate(getattr(stage, word)):
-                theirs = [
+            for slot, transfer in enumerate(getattr(stage, side)):
+                matches = [
                     t
-                    for t in getattr(stages[transfer.peer], other)
+                    for t in getattr(stages[transfer.peer], other_side)
                     if t.name == transfer.name and t.peer == index
                 ]
-                if theirs != [replace(transfer, peer=index)]:
+                if matches != [replace(transfer, peer=index)]:
                     refuse(
-                        f"stages[{index}].{word}[{slot}]",
-                        f"what stages[{transfer.peer}].{other} has",
-                        f"{transfer} here and {theirs[0] if theirs else 'nothing'} there",
+                        f"stages[{index}].{side}[{slot}]",
+                        f"what stages[{transfer.peer}].{other_side} has",
+                        f"{transfer} here and {matches[0] if matches else 'nothing'} there",
                     )
 
 
 def check_devices(mesh: Mesh, cluster: Cluster, refuse: Refuse) -> None:
     """Check that every rank has a device of its own, and that the cluster has that device."""
-    sizes, taken = cluster.devices_per_node, dict[tuple[int, int], int]()
+    sizes, ranks = cluster.devices_per_node, dict[tuple[int, int], int]()
     for rank, place in enumerate(mesh.places):
-        here = f"mesh.places[{rank}]"
+        path = f"mesh.places[{rank}]"
         if not 0 <= place.node < len(sizes):
-            refuse(f"{here}.node", f"one of {len(sizes)} nodes, from 0", str(place.node))
+            refuse(f"{path}.node", f"one of {len(sizes)} nodes, from 0", str(place.node))
         if not 0 <= place.local < sizes[place.node]:
-            found = str(place.local)
-            refuse(f"{here}.local", f"one of the node's {sizes[place.node]} devices, from 0", found)
-        other = taken.setdefault((place.node, place.local), rank)
-        if other != rank:
+            local = str(place.local)
+            refuse(f"{path}.local", f"one of the node's {sizes[place.node]} devices, from 0", local)
+        holder = ranks.setdefault((place.node, place.local), rank)
+        if holder != rank:
             where = f"node {place.node}, device {place.local}"
-            refuse(here, "a device of its own", f"{where}, which is rank {other}'s")
+            refuse(path, "a device of its own", f"{where}, which is rank {holder}'s")

@@ -55,9 +55,9 @@ def traffic(plan: Plan) -> Traffic | None:
     """The traffic of a plan; None if it stays on one node."""
     mesh, topology = plan.mesh, Topology.of(plan.cluster)
     device = predict.devices(plan)
-    sites = len({topology.sites[own] for own in device}) > 1
+    sites = len({topology.sites[number] for number in device}) > 1
     of_device = topology.sites if sites else topology.nodes
-    where = [of_device[own] for own in device]
+    where = [of_device[number] for number in device]
     places = len(set(where))
     if places == 1:
         return None
@@ -77,19 +77,19 @@ def traffic(plan: Plan) -> Traffic | None:
                 )
                 if where[source] == where[target]:
                     continue
-                both = math.lcm(*(len(entries[end]) for end in channel[:2]))
-                total = size * plan.batch.micro_batches // both
+                turns = math.lcm(*(len(entries[end]) for end in channel[:2]))
+                total = size * plan.batch.micro_batches // turns
                 moved[channel.flow] += total
                 # All of a site send over one wire; nodes have as many as devices.
                 wires[(where[source], where[target]) if sites else (source, target)] += total
                 pairs.add((min(channel[:2]), max(channel[:2])))
 
-    sums = whole = 0
+    sums = gradient_bytes = 0
     for index, stage in enumerate(plan.stages):
         if index != entries[index][0]:
             continue
         size = stage.predicted.memory.gradients * (mesh.dp if plan.scatters else 1)
-        whole += size * mesh.tp
+        gradient_bytes += size * mesh.tp
         for tp in range(mesh.tp):
             ranks = [mesh.rank(placed[i], dp, tp) for i in entries[index] for dp in range(mesh.dp)]
             over = len({where[rank] for rank in ranks})
@@ -107,6 +107,6 @@ def traffic(plan: Plan) -> Traffic | None:
         moved[Flow.GRADIENT],
         tuple(sorted(pairs)),
         sums,
-        2 * (places - 1) * whole,
+        2 * (places - 1) * gradient_bytes,
         max(wires.values(), default=0) / link.bandwidth,
     )

@@ -65,23 +65,23 @@ def check(
         most = len(stages) - taking_turns(stages, index)[0]
         if not 1 <= stage.turns <= most:
             refuse(f"stages[{index}].turns", f"1 to {most}, one an entry", str(stage.turns))
-    found = of_each(stages)
-    if not found:
+    turns = of_each(stages)
+    if not turns:
         return
     if schedule != TAKES_TURNS:
         refuse("schedule", f"{TAKES_TURNS}, as ranks take turns at a stage", schedule)
-    if micro_batches < max(found):
-        least = f"at least {max(found)}, as so many ranks take turns at a stage"
+    if micro_batches < max(turns):
+        least = f"at least {max(turns)}, as so many ranks take turns at a stage"
         refuse("batch.micro_batches", least, str(micro_batches))
     for index, stage in enumerate(stages):
         first = stages[taking_turns(stages, index)[0]]
         if stage.zero > 1:
-            asked = "0 or 1, as ranks take turns at a stage"
-            refuse(f"stages[{index}].zero", asked, str(stage.zero))
-        for word in ("turns", "first", "last", "nodes", "parameters", "recompute", "offload"):
-            if getattr(stage, word) != getattr(first, word):
+            expected = "0 or 1, as ranks take turns at a stage"
+            refuse(f"stages[{index}].zero", expected, str(stage.zero))
+        for key in ("turns", "first", "last", "nodes", "parameters", "recompute", "offload"):
+            if getattr(stage, key) != getattr(first, key):
                 refuse(
-                    f"stages[{index}].{word}",
-                    f"that of the stage with which it takes turns, {getattr(first, word)!r}",
-                    repr(getattr(stage, word)),
+                    f"stages[{index}].{key}",
+                    f"that of the stage with which it takes turns, {getattr(first, key)!r}",
+                    repr(getattr(stage, key)),
                 )

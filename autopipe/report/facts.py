@@ -176,26 +176,26 @@ def idle(plan: Plan) -> str | None:
 
 def crossing(plan: Plan) -> str | None:
     """The traffic over the slowest links, compared with summing gradients over them."""
-    found = traffic(plan)
-    if found is None:
+    sent = traffic(plan)
+    if sent is None:
         return None
     parts = []
-    if found.activations:
-        pairs = [f"{one} and {other}" for one, other in found.pairs]
+    if sent.activations:
+        pairs = [f"{first} and {second}" for first, second in sent.pairs]
         between = ", ".join(pairs[:3]) + (" and others" if len(pairs) > 3 else "")
         parts.append(
-            f"{numbers.gigabytes(found.activations)} of activations and "
-            f"{numbers.gigabytes(found.gradients)} of their gradients, between stages {between}; "
-            f"the busiest wire carries them for {numbers.seconds(found.busy)}"
+            f"{numbers.gigabytes(sent.activations)} of activations and "
+            f"{numbers.gigabytes(sent.gradients)} of their gradients, between stages {between}; "
+            f"the busiest wire carries them for {numbers.seconds(sent.busy)}"
         )
-    if found.sums:
-        parts.append(f"{numbers.gigabytes(found.sums)} {_SUMMING[plan.zero]}")
+    if sent.sums:
+        parts.append(f"{numbers.gigabytes(sent.sums)} {_SUMMING[plan.zero]}")
     else:
         parts.append(
             "summing the gradients of all parameters there would send "
-            f"{numbers.gigabytes(found.sum_of_all)}"
+            f"{numbers.gigabytes(sent.sum_of_all)}"
         )
-    return f"a step sends between {found.places} {found.kind} ({found.link}): {'; '.join(parts)}"
+    return f"a step sends between {sent.places} {sent.kind} ({sent.link}): {'; '.join(parts)}"
 
 
 _SUMMING = {

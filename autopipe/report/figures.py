@@ -72,7 +72,7 @@ def figures(plan: Plan, *, all_of_them: bool = False) -> Figures:
         percent,
         *(amount for _ in PARTS),
     ]
-    found = [
+    values = [
         (
             stage.predicted.forward_seconds,
             stage.predicted.backward_seconds,
@@ -88,17 +88,17 @@ def figures(plan: Plan, *, all_of_them: bool = False) -> Figures:
             *(shown(each) for shown, each in zip(formats[: bytes_at + 1], row, strict=False)),
             *amount.adding_up(row[bytes_at + 1 :]),  # their sum is the peak before them
         )
-        for kind, row in zip(kinds, found, strict=True)
+        for kind, row in zip(kinds, values, strict=True)
     ]
     runs = [[*run] for _, run in groupby(range(len(texts)), key=texts.__getitem__)]
 
     def row(stages: Sequence[int]) -> tuple[str, ...]:
-        own = [] if alone else [ranges(sorted({ranks[stage] for stage in stages}))]
+        place = [] if alone else [ranges(sorted({ranks[stage] for stage in stages}))]
         kind = [" / ".join(dict.fromkeys(kinds[stage] for stage in stages))] if any(kinds) else []
         if len({texts[stage] for stage in stages}) == 1:
-            return (ranges(stages), *own, *kind, *texts[stages[0]][1:])
-        columns = zip(formats, zip(*(found[stage] for stage in stages), strict=True), strict=True)
-        return (ranges(stages), *own, *kind, *(_span(shown, each) for shown, each in columns))
+            return (ranges(stages), *place, *kind, *texts[stages[0]][1:])
+        columns = zip(formats, zip(*(values[stage] for stage in stages), strict=True), strict=True)
+        return (ranges(stages), *place, *kind, *(_span(shown, each) for shown, each in columns))
 
     rows, folded, before = [], 0, -1
     for index in range(len(runs)) if all_of_them else _chosen(plan, runs):

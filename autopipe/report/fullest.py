@@ -102,15 +102,15 @@ def moment(plan: Plan) -> str | None:
 
 def holding(plan: Plan) -> str:
     """`at B3 of stage 0, in GiB: 12.3 gradients, 28.2 activations (4 micro-batches in flight)`."""
-    found, at = fullest(plan), moment(plan)
-    amount, program = Amount(found.held), programs.compute(plan)[found.rank]
-    flying = sum(in_flight(program, stage) for stage in found.stages)
-    each = ", in all its stages" if len(found.stages) > 1 else ""
-    listed, own = [], parts(plan)
-    for name, size in zip(own, amount.adding_up(list(own.values())), strict=True):
+    rank, at = fullest(plan), moment(plan)
+    amount, program = Amount(rank.held), programs.compute(plan)[rank.rank]
+    flying = sum(in_flight(program, stage) for stage in rank.stages)
+    each = ", in all its stages" if len(rank.stages) > 1 else ""
+    listed, sizes = [], parts(plan)
+    for name, size in zip(sizes, amount.adding_up(list(sizes.values())), strict=True):
         if size != amount(0):
             of = f" ({count(flying, 'micro-batch', 'micro-batches')} in flight{each})"
             listed.append(f"{size} {name}{of if name == 'activations' else ''}")
     text = f"{f'at {at}, ' if at else ''}in {amount.unit}: {', '.join(listed)}"
-    kept = None if plan.planner.limits else datasheets.margin(found.device)
-    return text if kept is None else f"{text}; besides, {numbers.memory(kept)} of margin"
+    margin = None if plan.planner.limits else datasheets.margin(rank.device)
+    return text if margin is None else f"{text}; besides, {numbers.memory(margin)} of margin"

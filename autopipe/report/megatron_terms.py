@@ -30,19 +30,19 @@ def word(sharding: WrittenPlacement) -> str | None:
     """Megatron-LM's word for a node's sharding; None: there is no word."""
     node = NodeName.of(sharding.name)
     op = node.op if node is not None else ""
-    made, inputs = parse(sharding.state), [parse(text) for text in sharding.inputs]
+    output, inputs = parse(sharding.state), [parse(text) for text in sharding.inputs]
     if op in _PRODUCTS and len(inputs) > _PRODUCTS[op]:
-        if made.kind == "P":
+        if output.kind == "P":
             return "row"
-        if made.sharded and not inputs[_PRODUCTS[op]].sharded:
-            return f"column{_segments(made)}"
-    elif op == "embedding" and made.kind == "P":
+        if output.sharded and not inputs[_PRODUCTS[op]].sharded:
+            return f"column{_segments(output)}"
+    elif op == "embedding" and output.kind == "P":
         return "vocabulary"
-    elif op == "embedding" and made.sharded:
+    elif op == "embedding" and output.sharded:
         return "hidden" if inputs[0].sharded else "sequence"
-    elif op == "cross_entropy_loss" and any(lies.sharded for lies in inputs):
+    elif op == "cross_entropy_loss" and any(placement.sharded for placement in inputs):
         return "vocabulary"
-    elif op in _TOKENWISE and made.sharded and made.dim == 1:
+    elif op in _TOKENWISE and output.sharded and output.dim == 1:
         return "sequence"
     return None
 

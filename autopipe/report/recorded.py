@@ -185,15 +185,15 @@ def _lanes(path: Path, ranks: int) -> Lanes | None:
 def _first_pipeline(rows: list[dict[str, Any]]) -> list[dict[int, list[Slice]]]:
     """The steps of the first pipeline's ranks, by rank and by the number of the step."""
     names = {row["pid"]: row["args"]["name"] for row in rows if row.get("name") == "process_name"}
-    own = {
-        pid: int(found["rank"])
+    ranks = {
+        pid: int(match["rank"])
         for pid, name in names.items()
-        if (found := _RANK.fullmatch(name)) is not None
+        if (match := _RANK.fullmatch(name)) is not None
     }
-    bounds: dict[int, list[tuple[float, float, int]]] = {pid: [] for pid in own}
-    slices: dict[int, list[Slice]] = {pid: [] for pid in own}
+    bounds: dict[int, list[tuple[float, float, int]]] = {pid: [] for pid in ranks}
+    slices: dict[int, list[Slice]] = {pid: [] for pid in ranks}
     for row in rows:
-        if row.get("ph") != "X" or row["pid"] not in own:
+        if row.get("ph") != "X" or row["pid"] not in ranks:
             continue
         start, end = row["ts"] * 1e-6, (row["ts"] + row["dur"]) * 1e-6
         if not (math.isfinite(start) and math.isfinite(end)):
@@ -203,7 +203,7 @@ def _first_pipeline(rows: list[dict[str, Any]]) -> list[dict[int, list[Slice]]]:
         elif row["cat"] in ("compute", "waits"):
             slices[row["pid"]].append(Slice(parse(row["args"]["instruction"]), start, end))
     lanes = []
-    for pid in sorted(own, key=own.__getitem__):
+    for pid in sorted(ranks, key=ranks.__getitem__):
         steps: dict[int, list[Slice]] = {}
         for start, end, number in bounds[pid]:
             inside = [s for s in slices[pid] if start <= s.start + 1e-9 and s.end <= end + 1e-9]

@@ -48,12 +48,12 @@ class Shape:
     depth: int = 1
 
 
-def check(what: str, asked: Mapping[str, object]) -> None:
+def check(what: str, options: Mapping[str, object]) -> None:
     """Refuse options that would not change the drawing.
 
     Args:
         what: a schedule's name, or a file with one or with a plan.
-        asked: the fields of a `Shape` that the user has set.
+        options: the fields of a `Shape` that the user has set.
 
     Raises:
         ScheduleError: names the first such field.
@@ -65,13 +65,14 @@ def check(what: str, asked: Mapping[str, object]) -> None:
     elif what not in SCHEDULES:
         settled, hint = {"ranks", "micro_batches", "chunks", "depth"}, "the file says it"
     else:
-        own = {"chunks": SCHEDULES[what].chunks is None, "depth": SCHEDULES[what].depths}
-        settled = {name for name, taken in own.items() if not taken}
+        takes = {"chunks": SCHEDULES[what].chunks is None, "depth": SCHEDULES[what].depths}
+        settled = {name for name, is_taken in takes.items() if not is_taken}
         hint = "chunks are for interleaved, a depth is for eager-1f1b"
-    for name in asked:
+    for name in options:
         if name in settled:
             raise ScheduleError(
-                f"--{name.replace('_', '-')} {asked[name]} makes no difference to {what}", hint=hint
+                f"--{name.replace('_', '-')} {options[name]} makes no difference to {what}",
+                hint=hint,
             )
 
 
@@ -263,13 +264,13 @@ def step(plan: Plan, columns: int) -> Drawn | None:
         picture_of = drawn(shown, labels) if shown else None
         if picture_of is not None:
             return Drawn(shown, picture_of, picture.legend(timeline(shown)))
-    found = timeline(most)
+    whole_step = timeline(most)
     ranks = range(pp) if pp <= MOST_RANKS else (0, 1, pp - 2, pp - 1)
-    meanings = picture.legend(found)
-    letters = {word: text for word, text in meanings.items() if len(word) == 1}
-    each = numbers.seconds(found.seconds / columns)
+    meanings = picture.legend(whole_step)
+    letters = {letter: text for letter, text in meanings.items() if len(letter) == 1}
+    each = numbers.seconds(whole_step.seconds / columns)
     letters |= {"a letter": f"what takes most of about {each}", "blank": meanings["blank"]}
-    return Drawn(most, picture.strip(found, columns, ranks), letters)
+    return Drawn(most, picture.strip(whole_step, columns, ranks), letters)
 
 
 MOST_RANKS = 8

@@ -69,7 +69,7 @@ def _filled(flow: Dataflow, root: Value, writers: Sequence[int]) -> tuple[list[s
     nodes, blank = flow.graph.nodes, flow.position(root)
     if blank < 0 or nodes[blank].short not in _BLANK:
         return None
-    whole, last = flow.graph.spec(root), nodes[writers[-1]]
+    spec, last = flow.graph.spec(root), nodes[writers[-1]]
     parts: dict[int, tuple[int, Value]] = {}
     slices, dims = [], set[int]()
     for position in writers:
@@ -77,11 +77,11 @@ def _filled(flow: Dataflow, root: Value, writers: Sequence[int]) -> tuple[list[s
         if copied is None or nodes[position].grad != last.grad:
             return None
         slice_, source = copied
-        given = arguments(slice_)
-        dim = given["dim"] % len(whole.shape)
-        size = whole.shape[dim]
-        bounds = given["start"] or 0, given["end"]
-        if given["step"] != 1 or not all(isinstance(n, int) for n in (*bounds, size)):
+        args = arguments(slice_)
+        dim = args["dim"] % len(spec.shape)
+        size = spec.shape[dim]
+        bounds = args["start"] or 0, args["end"]
+        if args["step"] != 1 or not all(isinstance(n, int) for n in (*bounds, size)):
             return None
         parts[bounds[0]] = min(bounds[1], size), source
         slices.append(slice_.name)

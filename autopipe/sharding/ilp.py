@@ -318,8 +318,8 @@ def strategy_costs(
     bandwidth = axis.device.bandwidth if memory else math.inf
     device = replace(axis.device, launch=0.0, bandwidth=bandwidth)
     forward, backward = op_seconds.seconds(op_costs.costs(graph), rows, device)
-    for node, both in zip(graph.nodes, forward + backward, strict=True):
-        computing[variables.nodes[node.name]] += float(both)
+    for node, each in zip(graph.nodes, forward + backward, strict=True):
+        computing[variables.nodes[node.name]] += float(each)
     holding: dict[Hashable, float] = defaultdict(float)
     members: Counter[Hashable] = Counter()
     for name, state in graph.states.items():
@@ -336,7 +336,7 @@ def strategy_costs(
         size = holding[variable]
         price = PRICE * size / axis.link.bandwidth * share if variable in matrices else 0.0
         # As if each micro-batch had the sum that a step has once: of equals, whole gradients win.
-        many = members[variable]
-        return price + (many * axis.seconds(ALL_REDUCE, size / many) if output == R else 0.0)
+        count = members[variable]
+        return price + (count * axis.seconds(ALL_REDUCE, size / count) if output == R else 0.0)
 
     return seconds

@@ -196,10 +196,10 @@ def check_runs(plan: Plan, compute: Programs | None = None) -> None:
             if plan.mesh.tp == 1
         },
     }
-    for path, (found, runs) in refused.items():
-        if found not in runs:
+    for path, (value, runs) in refused.items():
+        if value not in runs:
             raise PlanError(
-                f"plan.{path}: {found!r} was asked for; this version runs "
+                f"plan.{path}: {value!r} was asked for; this version runs "
                 f"{' or '.join(map(repr, runs))} only"
             )
     for index, stage in enumerate(plan.stages):
@@ -210,8 +210,8 @@ def check_runs(plan: Plan, compute: Programs | None = None) -> None:
             )
     halves = splits(compute or programs.compute(plan))  # refuses an unknown schedule
     if plan.zero == 3 and halves:
-        said = f"{plan.schedule} and zero=3 do not go together: it gathers for both at once"
-        raise PlanError(said, hint="plan with 1f1b, or with zero=1")
+        message = f"{plan.schedule} and zero=3 do not go together: it gathers for both at once"
+        raise PlanError(message, hint="plan with 1f1b, or with zero=1")
     away = next((index for index, stage in enumerate(plan.stages) if stage.offload), None)
     if away is not None and halves:
         raise PlanError(
@@ -329,8 +329,8 @@ def split_for_evaluation(local: RankTrace, training: Split, when: str = "in eval
         cuts += [position] * (index - current)
         current = index
     if len(set(cuts)) != len(stages) - 1:
-        said = f"{when} the model computes nothing in some stages, so that it cannot be run with"
-        raise PlanError(f"{said} this plan", hint="cut the model elsewhere")
+        why = f"{when} the model computes nothing in some stages, so that it cannot be run with"
+        raise PlanError(f"{why} this plan", hint="cut the model elsewhere")
     split = local.split(partition(flow, cuts), training.turns)
     if to := training.in_parts:
         dims = sent_parts.all_dims(graph, split.once, local.held_whole, local.ranks, to)

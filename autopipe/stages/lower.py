@@ -128,10 +128,10 @@ def lower(
             continue
         after = [v for _, rest in runs[number + 1 :] for p in rest for v in graph.nodes[p].values()]
         home = block.module
-        own = in_graph_module(home)
-        path = next_call(own, pieces)  # a module called again, or a block in two pieces
+        target = in_graph_module(home)
+        path = next_call(target, pieces)  # a module called again, or a block in two pieces
         piece = emitter.piece(
-            root.get_submodule(own), home, nodes, {*after, *values_in(tuple(results))}
+            root.get_submodule(target), home, nodes, {*after, *values_in(tuple(results))}
         )
         pieces[path] = piece.module
         if block.path in recompute:

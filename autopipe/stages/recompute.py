@@ -45,7 +45,7 @@ ALL = "all"
 
 
 def words_of_option(
-    what: str, asked: str | Sequence[str] | None, alone: Collection[str]
+    option: str, value: str | Sequence[str] | None, alone: Collection[str]
 ) -> list[str]:
     """The words that an option was given, of which it takes several.
 
@@ -55,13 +55,13 @@ def words_of_option(
     Raises:
         PlanError: one of these stands beside another word.
     """
-    words = [asked] if isinstance(asked, str) else [*(asked or ())]
-    one = next((word for word in words if word in alone), None)
-    other = next((word for word in words if word != one), None)
-    if one is not None and other is not None:
+    words = [value] if isinstance(value, str) else [*(value or ())]
+    sole = next((word for word in words if word in alone), None)
+    other = next((word for word in words if word != sole), None)
+    if sole is not None and other is not None:
         raise PlanError(
-            f"{what}={one} was asked for, and {what}={other} too, which contradict each other",
-            hint=f"leave out one of the two: {one} stands alone",
+            f"{option}={sole} was asked for, and {option}={other} too, which contradict each other",
+            hint=f"leave out one of the two: {sole} stands alone",
         )
     return words
 
@@ -69,7 +69,7 @@ def words_of_option(
 def blocks_meant(
     blocks: Sequence[Block],
     asked: Sequence[str],
-    what: str = "recompute",
+    option: str = "recompute",
     others: Iterable[str] = (),
 ) -> tuple[str, ...]:
     """The paths of the blocks that words mean, in the graph's order.
@@ -77,7 +77,7 @@ def blocks_meant(
     Args:
         asked: "all", names of block classes, or paths of blocks or of modules that contain blocks.
             A class is named after its first member; its name means all members.
-        what: they are asked for.
+        option: they are asked for.
         others: words that might have been meant, for the hint.
 
     Raises:
@@ -91,11 +91,11 @@ def blocks_meant(
             for block in blocks
             if word in (ALL, block.path) or block.path.startswith(word + ".")
         }
-        check_blocks(blocks, word, what)
+        check_blocks(blocks, word, option)
         if not meant:
             known = ", ".join(f"{name} ({len(paths)} of them)" for name, paths in members.items())
             raise PlanError(
-                f"{what}: the model has no block and no class of blocks {word!r}",
+                f"{option}: the model has no block and no class of blocks {word!r}",
                 hint=f"{', '.join([ALL, *others])}, or of a class {known}",
             )
         chosen |= meant
@@ -155,17 +155,17 @@ def check_recompute(
         return
     unknown = sorted(set(recompute) - set(within(graph, stage, blocks, recompute)))
     if unknown:
-        there = within(graph, stage, blocks, [block.path for block in blocks])
+        known = within(graph, stage, blocks, [block.path for block in blocks])
         raise PlanError(
             f"stage {stage.index}: {unknown[0]!r} is to be recomputed and is no block of the stage",
-            hint=f"its blocks are {', '.join(there)}" if there else "it has none",
+            hint=f"its blocks are {', '.join(known)}" if known else "it has none",
         )
     flow = analyse(graph)
-    own = [(b, p) for b, p in runs_of(graph, stage, blocks) if b is not None]
-    parts: list[tuple[str, list[int], str | None]] = [(b.path, p, b.prefix) for b, p in own]
+    blocks_here = [(b, p) for b, p in runs_of(graph, stage, blocks) if b is not None]
+    parts: list[tuple[str, list[int], str | None]] = [(b.path, p, b.prefix) for b, p in blocks_here]
     parts += [(graph.nodes[p].name, [p], None) for p in range(stage.first, stage.stop)]
-    found = ((name, obstacle(flow, p, home)) for name, p, home in parts if name in recompute)
-    refused = {name: reason for name, reason in found if reason is not None}
+    obstacles = ((name, obstacle(flow, p, home)) for name, p, home in parts if name in recompute)
+    refused = {name: reason for name, reason in obstacles if reason is not None}
     if refused:
         first, every = next(iter(refused)), ", ".join(map(repr, refused))
         raise PlanError(

@@ -108,7 +108,7 @@ def planned_dims(plan: Plan, graph: Graph, stages: Sequence[Stage], held: Held) 
     Raises:
         PlanError: a tensor is not received, not whole on each rank, or does not divide.
     """
-    found = {}
+    dims = {}
     for index, (stage, planned) in enumerate(zip(stages, plan.once, strict=True)):
         received = {str(ref): ref for ref, _ in stage.receives}
         for slot, transfer in enumerate(planned.receives):
@@ -135,8 +135,8 @@ def planned_dims(plan: Plan, graph: Graph, stages: Sequence[Stage], held: Held) 
                     f"sent in parts: {why}",
                     hint="plan again; `--transfers whole` sends nothing in parts",
                 )
-            found[ref, index] = part.dim
-    return found
+            dims[ref, index] = part.dim
+    return dims
 
 
 def _divides(size: Dim, ranks: int, *, formula: bool = False) -> bool:

@@ -136,10 +136,10 @@ class WholeLoss:
                 tensor = torch.empty(shape_at(spec, rows), dtype=spec.dtype)
                 trains = path in of_batch and of_batch[path].gradient is not None
                 inputs.append(tensor.requires_grad_(trains))
-            kept = SavedStorages(inputs)
-            with observing(kept.keep), computing(arithmetic(precision, "cpu", [])):
+            saved = SavedStorages(inputs)
+            with observing(saved.keep), computing(arithmetic(precision, "cpu", [])):
                 lowered.module(*inputs)
-        return self.embedding_bytes(rows) + kept.most
+        return self.embedding_bytes(rows) + saved.most
 
     def embedding_bytes(self, rows: int) -> int:
         """Bytes of the embeddings of so many rows, and of their gradients."""
