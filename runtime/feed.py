@@ -235,13 +235,13 @@ class Feed:
                 f"{self._rows}: its seconds and bytes are not those of this run"
             )
 
-    def _all(self, mine: list[int]) -> Tensor:
+    def _all(self, numbers: list[int]) -> Tensor:
         """The values of all shards; every rank calls it."""
         mesh = self._pipe.plan.mesh
-        own = torch.tensor(mine)
-        found = list(torch.empty(len(mesh.places), len(mine), dtype=own.dtype))
-        dist.all_gather(found, own)
-        return torch.stack([found[mesh.rank(0, dp)] for dp in range(mesh.dp)])
+        own_tensor = torch.tensor(numbers)
+        gathered = list(torch.empty(len(mesh.places), len(numbers), dtype=own_tensor.dtype))
+        dist.all_gather(gathered, own_tensor)
+        return torch.stack([gathered[mesh.rank(0, dp)] for dp in range(mesh.dp)])
 
     def _asking(self, shard: int | None = None, *, short: bool = False) -> str:
         dp = self._pipe.plan.mesh.dp

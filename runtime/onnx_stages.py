@@ -103,10 +103,10 @@ def _cut(file: ModelFile, plan: Plan) -> tuple[Trace, Sequence[Stage]]:
 
 
 def onnx_stage(
-    found: Trace, stage: Stage, states: Mapping[str, Tensor], rows: int, *, last: bool
+    trace: Trace, stage: Stage, states: Mapping[str, Tensor], rows: int, *, last: bool
 ) -> OnnxStage:
     """A stage as a module that torch can export: without loss, reads and unused inputs."""
-    graph = found.graph
+    graph = trace.graph
     lowered = lower(graph, stage, find_blocks(graph), states, None, rows, last=last)
     module = lowered.module
     for part in module.modules():
@@ -114,12 +114,12 @@ def onnx_stage(
             _without_reads(part)
     gives = [str(ref) for ref in stage.outgoing]
     if last:  # an input and an output may both be called 0
-        gives += [f"output.{path}" if path in graph.inputs else path for path in found.outputs]
-    made = next(iter(module.graph.find_nodes(op="output")))
-    (results,) = made.args
+        gives += [f"output.{path}" if path in graph.inputs else path for path in trace.outputs]
+    output = next(iter(module.graph.find_nodes(op="output")))
+    (results,) = output.args
     losses = len(results) - len(gives) if last else 0
     outgoing = len(stage.outgoing)
-    made.args = ((*results[:outgoing], *results[outgoing + losses :]),)
+    output.args = ((*results[:outgoing], *results[outgoing + losses :]),)
     module.graph.eliminate_dead_code()
     takes: dict[str, Tensor] = {}
     values: list[Ref | str] = [*stage.incoming, *stage.inputs]

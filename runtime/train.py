@@ -201,8 +201,10 @@ class _Readings:
             self.latest = self.pipe.measured(optimizer)
             fuller = self.memory or {}  # rows may be shorter from one step to the next
             self.memory = {
-                stage: max(found, fuller.get(stage, found), key=lambda held: held.memory.peak)
-                for stage, found in self.latest.items()
+                stage: max(
+                    stage_now, fuller.get(stage, stage_now), key=lambda held: held.memory.peak
+                )
+                for stage, stage_now in self.latest.items()
             }
         else:
             self.latest = self.pipe.measured()

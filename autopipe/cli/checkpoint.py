@@ -238,11 +238,11 @@ def _verify(stored: Stored, other: Path | None) -> None:
         print(f"{stored.folder}: whole, every checksum is right")
         return
     second = _newest(other)
-    found = list(differences(stored, second))
-    for line in found[:SHOWN]:
+    lines = list(differences(stored, second))
+    for line in lines[:SHOWN]:
         print(line)
-    if len(found) > SHOWN:
-        say(f"and {len(found) - SHOWN} more")
-    if found:
+    if len(lines) > SHOWN:
+        say(f"and {len(lines) - SHOWN} more")
+    if lines:
         raise typer.Exit(1)
     print(f"{stored.folder} and {second.folder} are the same to the bit")

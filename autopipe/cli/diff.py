@@ -87,9 +87,9 @@ def _table(entries: tuple[Entry, ...], names: tuple[str, str], columns: int) -> 
     width = max(len(entry.label) for entry in entries)
     room = max(12, (columns - width - 6) // 2)
     for entry in entries:
-        one, other = entry.shown
-        if max(len(one), len(other)) <= room:
-            yield f"  {entry.label:<{width}}  {one:<{room}}  {other}".rstrip()
+        first, second = entry.shown
+        if max(len(first), len(second)) <= room:
+            yield f"  {entry.label:<{width}}  {first:<{room}}  {second}".rstrip()
             continue
         yield f"  {entry.label}"
         for name, text in zip(names, entry.shown, strict=True):

@@ -230,18 +230,18 @@ def chains(calls: Iterable[fx.Node]) -> Chains:
     Args:
         calls: all calls of a joint graph, in order.
     """
-    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    known: dict[fx.Node, tuple[fx.Node, ...]] = {}
     besides: set[int] = set()
     for call in calls:
         before = _filled(call)
-        if before is not None and len(before.users) == 1 and (before in found or _is_new(before)):
-            chain = (*found.get(before, (before,)), call)
-            found |= dict.fromkeys(chain, chain)
+        if before is not None and len(before.users) == 1 and (before in known or _is_new(before)):
+            chain = (*known.get(before, (before,)), call)
+            known |= dict.fromkeys(chain, chain)
         else:
             besides |= written(call)
     return {
         call: chain
-        for call, chain in found.items()
+        for call, chain in known.items()
         if any(map(_draws, chain)) and besides.isdisjoint(storages([call]))
     }
 

@@ -130,12 +130,12 @@ class JointDryRun:
         stash, fresh = [0] * len(stages), [0] * len(stages)
         compiled = [False] * len(stages)
         for stage in stages:
-            found = self._of(stage, rehearsal, last=stage.index == len(stages) - 1)
-            if found is not None:
+            joint = self._of(stage, rehearsal, last=stage.index == len(stages) - 1)
+            if joint is not None:
                 i = stage.index
-                saved[i], stash[i], fresh[i] = found.kept, found.stash, found.fresh
+                saved[i], stash[i], fresh[i] = joint.kept, joint.stash, joint.fresh
                 # A joint graph keeps nothing that its backward does not read.
-                momentary[i], made[i] = found.moving, found.made + found.moving
+                momentary[i], made[i] = joint.moving, joint.made + joint.moving
                 compiled[i] = self.wanted.least
         return replace(
             rehearsal,
@@ -156,18 +156,18 @@ class JointDryRun:
         Raises:
             PlanError: a block to recompute cannot be recomputed with equal results.
         """
-        own = within(self.graph, stage, self.blocks, self.recompute)
-        check_recompute(self.graph, stage, self.blocks, own)
-        found = self._of(stage, Rehearsal({}, (), (), ()), last=True)
-        if found is None:
+        again = within(self.graph, stage, self.blocks, self.recompute)
+        check_recompute(self.graph, stage, self.blocks, again)
+        joint = self._of(stage, Rehearsal({}, (), (), ()), last=True)
+        if joint is None:
             return None
         return Rehearsal(
             {},
-            (found.kept,),
-            (found.made + found.moving,),
-            (found.moving,),
-            (found.stash,),
-            (found.fresh,),
+            (joint.kept,),
+            (joint.made + joint.moving,),
+            (joint.moving,),
+            (joint.stash,),
+            (joint.fresh,),
             (self.wanted.least,),
         )
 
@@ -195,10 +195,10 @@ class JointDryRun:
                     precision=precision,
                 )
             self.known[key] = _if_it_can(held, graph, lowered, layouts, precision, self.wanted)
-        counted: Held | None = self.known[key]
-        if offload and counted is None:
+        joint: Held | None = self.known[key]
+        if offload and joint is None:
             raise cannot_offload(stage)
-        return counted
+        return joint
 
 
 def check_offload(

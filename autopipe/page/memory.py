@@ -76,15 +76,15 @@ def of_plan(plan: Plan, sheet: Sheet | None, measured: MeasuredRun | None) -> Me
         [stage for stage, holder in enumerate(placed) if holder == rank]
         for rank in range(plan.mesh.pp)
     ]
-    peaks = [sum(plan.stages[s].predicted.memory.peak for s in own) for own in stages]
+    peaks = [sum(plan.stages[s].predicted.memory.peak for s in of_rank) for of_rank in stages]
     curves = _curves(plan, sheet, stages) if sheet is not None else [None] * len(stages)
     fullest = sorted(range(len(peaks)), key=lambda rank: -peaks[rank] / rooms[rank])
     drawn = sorted(fullest[:MOST_RANKS])
-    found = [
+    ranks = [
         _rank_memory(plan, rank, stages[rank], peaks[rank], rooms[rank], curves[rank], measured)
         for rank in drawn
     ]
-    return MemoryChart(tuple(found), len(peaks))
+    return MemoryChart(tuple(ranks), len(peaks))
 
 
 def _rooms(plan: Plan) -> list[int]:

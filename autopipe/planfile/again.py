@@ -60,12 +60,12 @@ def repeated(plan: Plan, stages: Iterable[StagePlan]) -> list[Repeated]:
     for name in (name for stage in stages for name in stage.ops_again):
         path = block_of(name, paths)
         ops.setdefault(path, []).append(within(path, name))
-    alike: dict[tuple[str, ...], list[str]] = {}
+    by_ops: dict[tuple[str, ...], list[str]] = {}
     for path in dict.fromkeys(path for stage in stages for path in stage.blocks_again):
-        alike.setdefault((), []).append(path)
-    for path, own in ops.items():
-        alike.setdefault(tuple(own), []).append(path)
-    return [Repeated(tuple(blocks), own) for own, blocks in alike.items()]
+        by_ops.setdefault((), []).append(path)
+    for path, ops_again in ops.items():
+        by_ops.setdefault(tuple(ops_again), []).append(path)
+    return [Repeated(tuple(blocks), ops_again) for ops_again, blocks in by_ops.items()]
 
 
 _NUMBERED = re.compile(r"(.*\.|)(\d+)((?:\.[^.\d][^.]*)*)")

@@ -64,18 +64,18 @@ LETTERS = {
 
 def legend(timeline: Timeline, *, waits: bool = False) -> dict[str, str]:
     """The meanings of the letters in the drawing of this timeline."""
-    there = {span.instruction.kind for span in timeline.spans}
-    words = {kind.value: LETTERS[kind] for kind in COMPUTE if kind in there}
-    words["behind them"] = "the number of the micro-batch"
+    kinds = {span.instruction.kind for span in timeline.spans}
+    meanings = {kind.value: LETTERS[kind] for kind in COMPUTE if kind in kinds}
+    meanings["behind them"] = "the number of the micro-batch"
     most = max(map(len, stages(timeline)), default=1)
     if most == 2:
-        words["lower case"] = "the second stage of a rank"
+        meanings["lower case"] = "the second stage of a rank"
     if most > 2:
-        words["in front of them"] = "the number of the stage"
-    words["blank"] = "nothing to do (the bubble)"
+        meanings["in front of them"] = "the number of the stage"
+    meanings["blank"] = "nothing to do (the bubble)"
     if waits:
-        words["dots"] = "waiting for a transfer or for sums"
-    return words
+        meanings["dots"] = "waiting for a transfer or for sums"
+    return meanings
 
 
 def strip(timeline: Timeline, columns: int, ranks: Sequence[int]) -> str:

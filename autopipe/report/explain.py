@@ -51,13 +51,13 @@ def explain(
 
 def _figures(plan: Plan, columns: int, all_of_them: bool) -> Iterator[str]:
     """The table of the stages, and what its columns are."""
-    found = figures(plan, all_of_them=all_of_them)
-    table, whole = found.table, all_of_them or paper.fits(found.table, columns)
-    yield paper.table(table if whole else table.columns(range(found.parts)), columns)
-    words = legend(plan, found.unit, parts=whole)
-    if found.folded:
-        words["a-b"] = "least and most of stages that differ; --stages shows each"
-    yield paper.legend(words, columns)
+    stage_figures = figures(plan, all_of_them=all_of_them)
+    table, fits = stage_figures.table, all_of_them or paper.fits(stage_figures.table, columns)
+    yield paper.table(table if fits else table.columns(range(stage_figures.parts)), columns)
+    meanings = legend(plan, stage_figures.unit, parts=fits)
+    if stage_figures.folded:
+        meanings["a-b"] = "least and most of stages that differ; --stages shows each"
+    yield paper.legend(meanings, columns)
     room = margins(plan)
     if room is not None and all_of_them:
         yield paper.paragraph(room, columns)

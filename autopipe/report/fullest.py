@@ -43,31 +43,29 @@ def shares(plan: Plan) -> list[tuple[float, Fullest]]:
     """For each pipeline rank, the share of its room that it fills, and the bytes behind it."""
     placed, limits = holders(programs.compute(plan)), plan.planner.limits
     numbered = predict.devices(plan)
-    found = []
+    ranks = []
     for rank in range(plan.mesh.pp):
         device = plan.cluster.device_at(numbered[plan.mesh.rank(rank, 0)])[2]
         stages = tuple(stage for stage, holder in enumerate(placed) if holder == rank)
         held = sum(plan.stages[stage].predicted.memory.peak for stage in stages)
         room = min(device.memory, *limits) if len(limits) == 1 else device.memory
         known = None if len(limits) > 1 else room
-        found.append((held / room, Fullest(rank, stages, held, known, device)))
-    return found
+        ranks.append((held / room, Fullest(rank, stages, held, known, device)))
+    return ranks
 
 
 def room(plan: Plan) -> str:
     """`105.2 MiB of the 1.0 GiB that tensors may fill, on the fullest device (stage 0)`."""
-    found = fullest(plan)
+    rank = fullest(plan)
     kinds = {device.kind for device in plan.cluster.devices}
-    whose = f"stage{'s' if len(found.stages) > 1 else ''} {ranges(found.stages)}"
-    kind = f", {found.device.kind}" if len(kinds) > 1 else ""
+    whose = f"stage{'s' if len(rank.stages) > 1 else ''} {ranges(rank.stages)}"
+    kind = f", {rank.device.kind}" if len(kinds) > 1 else ""
     where = f"the fullest device ({whose}{kind})"
-    if found.room is None:
+    if rank.room is None:
         asked = ", ".join(numbers.memory(limit) for limit in plan.planner.limits)
-        return f"{numbers.memory(found.held)} on {where}; limits that were asked for: {asked}"
+        return f"{numbers.memory(rank.held)} on {where}; limits that were asked for: {asked}"
     may = "were asked for as its limit" if plan.planner.limits else "tensors may fill"
-    return (
-        f"{numbers.memory(found.held)} of the {numbers.memory(found.room)} that {may}, on {where}"
-    )
+    return f"{numbers.memory(rank.held)} of the {numbers.memory(rank.room)} that {may}, on {where}"
 
 
 def parts(plan: Plan) -> dict[str, int]:

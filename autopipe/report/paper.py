@@ -92,22 +92,22 @@ def table(found: Table, columns: int) -> str:
     return "\n\n".join("\n".join(_lines(part, columns)) for part in _parts(found, columns))
 
 
-def _parts(found: Table, columns: int) -> Iterator[Table]:
-    every = range(len(found.names))
-    if fits(found, columns):
-        yield found
+def _parts(table: Table, columns: int) -> Iterator[Table]:
+    every = range(len(table.names))
+    if fits(table, columns):
+        yield table
         return
-    if found.splits is not None:
-        for part in (every[: found.splits], every[found.splits :]):
-            yield from _parts(found.columns(part), columns)
+    if table.splits is not None:
+        for part in (every[: table.splits], every[table.splits :]):
+            yield from _parts(table.columns(part), columns)
         return
     kept: list[int] = []
     for index in every[1:]:
-        if kept and _needs(found, [0, *kept, index], 1) > columns:
-            yield found.columns(kept)
+        if kept and _needs(table, [0, *kept, index], 1) > columns:
+            yield table.columns(kept)
             kept = []
         kept.append(index)
-    yield found.columns(kept)
+    yield table.columns(kept)
 
 
 def _widths(found: Table) -> list[int]:

@@ -259,11 +259,11 @@ def _exchanged(x: Tensor, ranks: Axis, before: Placement, after: Placement, size
     if before.dim == after.dim:
         whole = _gathered(x, ranks, before, size)
         return own_part(whole, after, ranks.size, ranks.rank).contiguous().clone()
-    mine = _shapes_of_all(x, ranks, before, size)
-    wanted = [
-        _shape(torch.empty(shape, device="meta"), after, ranks.size, ranks.rank) for shape in mine
+    shapes = _shapes_of_all(x, ranks, before, size)
+    part_shapes = [
+        _shape(torch.empty(shape, device="meta"), after, ranks.size, ranks.rank) for shape in shapes
     ]
     sent = [own_part(x, after, ranks.size, rank).reshape(-1) for rank in range(ranks.size)]
-    parts = ranks.all_to_all(sent, [_count(shape) for shape in wanted])
-    views = [part.view(shape) for part, shape in zip(parts, wanted, strict=True)]
+    parts = ranks.all_to_all(sent, [_count(shape) for shape in part_shapes])
+    views = [part.view(shape) for part, shape in zip(parts, part_shapes, strict=True)]
     return together(views, before, size)

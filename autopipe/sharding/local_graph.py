@@ -76,21 +76,21 @@ def shard_graph(
     Args:
         length: tokens of a row for which the sharding was computed, if the sequence is a symbol.
     """
-    made = _Local(Model(flow, sharding.ranks, length), sharding, rank)
+    local = _Local(Model(flow, sharding.ranks, length), sharding, rank)
     for node in flow.graph.nodes:
-        made.add(node)
+        local.add(node)
     graph = flow.graph
-    outputs = tuple(made.result(output) for output in graph.outputs)  # these may add nodes
-    whole = replace(
+    outputs = tuple(local.result(output) for output in graph.outputs)  # these may add nodes
+    sharded = replace(
         graph,
         states={
-            name: replace(state, spec=made.spec(state.spec, made.placement_of(State(name))))
+            name: replace(state, spec=local.spec(state.spec, local.placement_of(State(name))))
             for name, state in graph.states.items()
         },
-        nodes=tuple(made.nodes),
+        nodes=tuple(local.nodes),
         outputs=outputs,
     )
-    return check.after("local_graph", fuse(whole))
+    return check.after("local_graph", fuse(sharded))
 
 
 def blocks_of(graph: Graph, blocks: Sequence[Block]) -> tuple[Block, ...]:

@@ -291,11 +291,11 @@ class _Rehearsing:
                 live = self.live.pop(keys[stage.index], None) or self._run(stage)[1]
                 self.known[key] = _backward(live, sent)
             made[stage.index], gradients = self.known[key]
-            for (ref, _), found in zip(stage.receives, gradients, strict=True):
+            for (ref, _), strides_now in zip(stage.receives, gradients, strict=True):
                 boundary = self.boundaries[ref]
                 strides = dict(boundary.gradients)
-                if found is not None:
-                    strides[stage.index] = found
+                if strides_now is not None:
+                    strides[stage.index] = strides_now
                 elif strides.pop(stage.index, None) is not None:
                     unused.add((ref, stage.index))
                 self.boundaries[ref] = replace(boundary, gradients=strides)

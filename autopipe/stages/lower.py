@@ -205,15 +205,15 @@ class _Emitter:
         self, root: nn.Module, home: str, nodes: Sequence[Node], wanted: set[Value]
     ) -> _Piece:
         """One block's module: what it reads from outside are its arguments."""
-        made = {Ref(n.name, i) for n in nodes for i in range(len(n.outputs))}
+        inside = {Ref(n.name, i) for n in nodes for i in range(len(n.outputs))}
         inner, env = fx.Graph(), {}
         arguments: list[Value] = []
         for value in dict.fromkeys(v for node in nodes for v in node.values()):
             own_state = isinstance(value, State) and value.name.startswith(home + ".")
-            if value not in made and not own_state:
+            if value not in inside and not own_state:
                 arguments.append(value)
                 env[value] = inner.placeholder(_identifier(str(value)))
-        results = tuple(sorted(made & wanted, key=lambda r: (self.graph.index[r.node], r.output)))
+        results = tuple(sorted(inside & wanted, key=lambda r: (self.graph.index[r.node], r.output)))
         self.emit(inner, nodes, env, prefix=home + ".")
         inner.output(tuple(env[value] for value in results))
         name = "".join(part.capitalize() for part in _identifier(home).split("_"))

@@ -79,7 +79,7 @@ def all_dims(
     Args:
         held: the number of ranks.
     """
-    found = {}
+    dims = {}
     for stage in stages:
         named = to.get(stage.index)
         for ref, _ in stage.receives if named is not None else ():
@@ -88,8 +88,8 @@ def all_dims(
             if dim is None or dim >= len(spec.shape) or not _divides(spec.shape[dim], ranks):
                 dim = part_dim(spec, ranks)
             if ref in held and dim is not None:
-                found[ref, stage.index] = dim
-    return found
+                dims[ref, stage.index] = dim
+    return dims
 
 
 def in_parts_of(plan: Plan) -> InParts:

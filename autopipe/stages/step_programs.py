@@ -80,12 +80,14 @@ def fullest_moments(
     programs: Programs, stages: Sequence[Stage], rehearsal: Rehearsal
 ) -> tuple[StageMoment, ...]:
     """For each stage, what it holds at the peak of its rank, and when that is."""
-    found: dict[int, StageMoment] = {}
+    moments: dict[int, StageMoment] = {}
     placed = holders(programs)
     for rank, program in enumerate(programs):
-        own = [stage for stage, holder in zip(stages, placed, strict=True) if holder == rank]
-        at, held = fullest_moment(program, {stage.index: sizes(rehearsal, stage) for stage in own})
-        found |= {stage.index: (Counter(), at) for stage in own}
+        on_rank = [stage for stage, holder in zip(stages, placed, strict=True) if holder == rank]
+        at, held = fullest_moment(
+            program, {stage.index: sizes(rehearsal, stage) for stage in on_rank}
+        )
+        moments |= {stage.index: (Counter(), at) for stage in on_rank}
         for (stage, kind), size in held.items():
-            found[stage][0][kind] += size
-    return tuple(found[stage.index] for stage in stages)
+            moments[stage][0][kind] += size
+    return tuple(moments[stage.index] for stage in stages)

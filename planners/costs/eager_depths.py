@@ -227,12 +227,12 @@ def _raised(pipeline: EagerPipeline, trial: _Trial, choice: _Choice) -> _Choice:
         seconds = trial.seconds(choice)
         for others in (_raises, _exchanges):
             gains = []
-            for other in others(pipeline, choice):
+            for raised in others(pipeline, choice):
                 if trial.left < 0:
                     return choice
-                gain = seconds - trial.seconds(other)
+                gain = seconds - trial.seconds(raised)
                 if gain > WORTH * seconds:
-                    gains.append((gain / _more_bytes(pipeline, choice, other), other))
+                    gains.append((gain / _more_bytes(pipeline, choice, raised), raised))
             if gains:
                 choice = max(gains, key=lambda found: found[0])[1]
                 break

@@ -254,14 +254,14 @@ def check_fits(plan: Plan, limits: Sequence[int]) -> None:
     """
     placed = holders(programs.compute(plan))
     for rank, limit in enumerate(limits):
-        own = [stage for stage, holder in enumerate(placed) if holder == rank]
-        held = sum(plan.stages[stage].predicted.memory.peak for stage in own)
+        on_rank = [stage for stage, holder in enumerate(placed) if holder == rank]
+        held = sum(plan.stages[stage].predicted.memory.peak for stage in on_rank)
         if excess(held, limit) > 0:
-            names = " and ".join(map(str, own))
+            names, many = " and ".join(map(str, on_rank)), len(on_rank) > 1
             raise Overflow(
                 f"no plan fits {numbers.memory(limit)} a device: of the nearest (pp={plan.mesh.pp} "
                 f"dp={plan.mesh.dp} micro_batches={plan.batch.micro_batches}) "
-                f"stage{'s' if len(own) > 1 else ''} {names} need{'' if len(own) > 1 else 's'} "
+                f"stage{'s' if many else ''} {names} need{'' if many else 's'} "
                 f"{numbers.memory(held)}, {numbers.memory(excess(held, limit))} too many",
                 held,
                 limit,

@@ -142,13 +142,13 @@ def as_one_rank(
     axis = AxisCosts(tp, slowest.link, slowest.device)
     flow = shardable(traced.graph)
     # Writes in place, gone from this graph, leave its blocks at other positions.
-    here = blocks if flow.graph is traced.graph else find_blocks(flow.graph)
-    sharding = shard(flow, here, axis, rows, sequence=sequence)
+    blocks_here = blocks if flow.graph is traced.graph else find_blocks(flow.graph)
+    sharding = shard(flow, blocks_here, axis, rows, sequence=sequence)
     _check_divides(flow, sharding, cluster)
     graph = shard_graph(flow, sharding, 0)
     local = replace(traced, graph=graph)
-    own = blocks_of(graph, blocks)
-    return Degree(tp, traced, blocks, sharding, local, analyse(graph), own)
+    local_blocks = blocks_of(graph, blocks)
+    return Degree(tp, traced, blocks, sharding, local, analyse(graph), local_blocks)
 
 
 def check_degree(graph: Graph, tp: int, most: int | None = None) -> None:

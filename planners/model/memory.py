@@ -97,7 +97,7 @@ def estimate(
     micro_batches, dp, zero = config.micro_batches, config.dp, config.zero
     posted, arriving = (min(problem.window + n, micro_batches) for n in (0, 1))
     leaving = min(2, micro_batches)
-    whole, share = ranges.trainable, -(-ranges.trainable // dp)
+    trainable, share = ranges.trainable, -(-ranges.trainable // dp)
     if config.fully_sharded:
         frozen = -(-ranges.frozen // dp)
         parameters = share + frozen + gathered_bytes(ranges.block, ranges.tied, dp)
@@ -107,7 +107,7 @@ def estimate(
     return (
         parameters,
         share if config.scatters else ranges.summed,
-        np.rint(problem.optimizer_factor * (share if zero else whole)).astype(np.int64),
+        np.rint(problem.optimizer_factor * (share if zero else trainable)).astype(np.int64),
         ranges.constants,
         np.asarray(in_flight) * (ranges.saved - dropped + ranges.received)
         + np.maximum(held, ranges.made)

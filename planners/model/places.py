@@ -136,14 +136,14 @@ def place_of(
     """
     machine = problem.machine
     linked = earlier is not None and earlier != group
-    own = machine.groups(config.dp)[group]
+    of = machine.groups(config.dp)[group]
     if turns > 1:
-        own = replace(own, levels=machine.levels(config.dp, group, turns))
+        of = replace(of, levels=machine.levels(config.dp, group, turns))
     beyond = problem.seen_beyond(config)
     last = group + turns - 1
     return StagePlace(
         held,
-        replace(own, memory=own.memory - beyond) if beyond else own,
+        replace(of, memory=of.memory - beyond) if beyond else of,
         machine.link(config.dp, earlier, last) if earlier is not None and linked else None,
         chunks_of(problem.constraints, config.schedule, config.chunks),
         turns,

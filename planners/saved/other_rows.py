@@ -126,10 +126,10 @@ def _copied(graph: JointGraph, sizes: NDArray[np.int64]) -> JointGraph:
     """A joint graph with nodes of its own, and with these bytes of all storages."""
     to: dict[fx.Node, fx.Node] = {}
     fx.Graph().graph_copy(_tape(graph), to)
-    left = iter(sizes.tolist())
+    remaining = iter(sizes.tolist())
     for node in to.values():
         made = node.meta[MADE]
-        node.meta[MADE] = made.sized([*islice(left, len(made.storages))])
+        node.meta[MADE] = made.sized([*islice(remaining, len(made.storages))])
 
     def copied(nodes: Any) -> Any:
         return map_arg(nodes, to.__getitem__)

@@ -84,18 +84,18 @@ def improved(
         decision = choose(problem, config)
         if decision is None or not any(of > 1 for of in decision.config.turns):
             continue
-        found = Scored(decision, estimate(problem, decision))
-        if not found.estimate.fits or found.estimate.step_seconds >= least:
+        scored = Scored(decision, estimate(problem, decision))
+        if not scored.estimate.fits or scored.estimate.step_seconds >= least:
             continue
-        before = alternative(problem.tp, found, Scored(answer.decision, answer.estimate))
+        before = alternative(problem.tp, scored, Scored(answer.decision, answer.estimate))
         others = (before, *answer.alternatives)
         answer = replace(
             answer,
             decision=decision,
-            estimate=found.estimate,
-            bound_seconds=min(answer.bound_seconds, found.estimate.step_seconds),
-            binding=reasons.binding(problem, found, None),
-            alternatives=tuple(a for a in others if (a.pp, a.dp) != found.mesh),
+            estimate=scored.estimate,
+            bound_seconds=min(answer.bound_seconds, scored.estimate.step_seconds),
+            binding=reasons.binding(problem, scored, None),
+            alternatives=tuple(a for a in others if (a.pp, a.dp) != scored.mesh),
         )
     return answer
 
@@ -160,16 +160,16 @@ def _stages(config: Config, law: InFlight) -> list[list[_Begun]]:
     ranks, m = config.pp, config.micro_batches
     # One stage for all ranks is data parallelism, which is known by that name.
     dividing = [of for of in range(1, ranks) if m % of == 0]
-    found: list[list[_Begun]] = [[] for _ in range(ranks)]
+    by_first: list[list[_Begun]] = [[] for _ in range(ranks)]
     flying: list[set[int]] = [*(set() for _ in range(ranks)), {0}]
     for first in reversed(range(ranks)):
         for of in dividing:
             for after in sorted(flying[first + of]) if first + of <= ranks else ():
                 held, together = law(after, of)
                 begun = _Begun(first, of, min(held, m // of), min(together, m), after)
-                found[first].append(begun)
+                by_first[first].append(begun)
                 flying[first].add(begun.flying)
-    return found
+    return by_first
 
 
 def _layers(problem: Problem, config: Config, objective: Objective, law: InFlight) -> Layers:

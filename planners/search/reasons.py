@@ -25,22 +25,22 @@ def cause(best: Estimate, other: Estimate) -> str:
     return f"by {max(sorted(grown), key=lambda cause: grown[cause])}"
 
 
-def misfit(found: Estimate) -> str:
+def misfit(best: Estimate) -> str:
     """`stage 0 needs 83.1 of 80.0 GiB`."""
-    amount = Amount(found.limit)
-    needing, held = fullest(found)
-    if amount(held.peak) == amount(found.limit):
-        return f"{needing} {numbers.memory(found.overflow)} more than {amount.of(found.limit)}"
-    return f"{needing} {amount(held.peak)} of {amount.of(found.limit)}"
+    amount = Amount(best.limit)
+    needing, held = fullest(best)
+    if amount(held.peak) == amount(best.limit):
+        return f"{needing} {numbers.memory(best.overflow)} more than {amount.of(best.limit)}"
+    return f"{needing} {amount(held.peak)} of {amount.of(best.limit)}"
 
 
-def fullest(found: Estimate) -> tuple[str, Memory]:
+def fullest(estimate: Estimate) -> tuple[str, Memory]:
     """`stage 0 needs`, followed by the bytes of the fullest device's stages by part."""
-    parts = [vars(found.stages[stage].memory) for stage in found.worst]
+    parts = [vars(estimate.stages[stage].memory) for stage in estimate.worst]
     held = Memory(**{name: sum(part[name] for part in parts) for name in parts[0]})
-    *most, last = map(str, found.worst)
-    words = f"stages {', '.join(most)} and {last} need" if most else f"stage {last} needs"
-    return words, held
+    *most, last = map(str, estimate.worst)
+    needing = f"stages {', '.join(most)} and {last} need" if most else f"stage {last} needs"
+    return needing, held
 
 
 def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:

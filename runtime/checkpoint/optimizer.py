@@ -74,10 +74,10 @@ def values(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) -> 
         )
     ]
     others = {
-        name: found
+        name: numbers
         for name, parameter in named.items()
         if name in own and own[name].writes and leads(own[name].pieces)
-        if (found := _no_tensors(optimizer.state.get(parameter, {}), f"{kind}.state[{name!r}]"))
+        if (numbers := _no_tensors(optimizer.state.get(parameter, {}), f"{kind}.state[{name!r}]"))
     }
     return {"kind": kind, "groups": groups, "states": others}
 

@@ -101,18 +101,18 @@ class CmaWire:
     def hear(self) -> Iterator[Word]:
         """Read words that have come; of many words it may leave some for the next call."""
         try:
-            found = self.end.recv(_EARFUL)
+            data = self.end.recv(_EARFUL)
         except BlockingIOError:
             return iter(())
         except ConnectionResetError:
-            found = b""
-        if not found:
+            data = b""
+        if not data:
             self.give_up()
-        if self._broken or len(found) % _WORD.size:
-            found = self._broken + found
-            whole = len(found) - len(found) % _WORD.size
-            found, self._broken = found[:whole], found[whole:]
-        return _WORD.iter_unpack(found)
+        if self._broken or len(data) % _WORD.size:
+            data = self._broken + data
+            complete = len(data) - len(data) % _WORD.size
+            data, self._broken = data[:complete], data[complete:]
+        return _WORD.iter_unpack(data)
 
     def read(self, here: int, there: int, size: int) -> None:
         """Copy `size` bytes at the address `there` of the other process to `here`.

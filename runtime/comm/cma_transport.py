@@ -324,11 +324,11 @@ class _Exchange:
         full = [wire for wire in self._wires if wire.backlog]
         for wire in full:
             self._poll.modify(wire.end, select.POLLIN | select.POLLOUT)
-        found = self._poll.poll(math.ceil(1e3 * seconds))
+        events = self._poll.poll(math.ceil(1e3 * seconds))
         for wire in full:
             self._poll.modify(wire.end, select.POLLIN)
             wire.flush()
-        for number, event in found:
+        for number, event in events:
             if event != select.POLLOUT:
                 line = self._by_number[number]
                 for word in line.wire.hear():

@@ -101,7 +101,7 @@ class SharedAxis(GroupAxis):
         begin = sum(part.numel() for part in parts[: self.rank])
         return whole[begin : begin + parts[self.rank].numel()].clone()
 
-    def _meet(self, mine: Tensor) -> list[Tensor]:
+    def _meet(self, tensor: Tensor) -> list[Tensor]:
         """Put this rank's bytes into its slot; returns the slots of all ranks, by rank.
 
         The slots keep their contents until the turn after next.
@@ -112,8 +112,8 @@ class SharedAxis(GroupAxis):
         """
         self._turn += 1
         slots, step = self._slots[self._turn % 2], _LINE // self._counters.itemsize
-        own = mine.contiguous().view(torch.uint8)
-        slots[self.rank][: own.numel()] = own
+        raw = tensor.contiguous().view(torch.uint8)
+        slots[self.rank][: raw.numel()] = raw
         self._counters[self.rank * step] = self._turn
         until = time.monotonic() + TIMEOUT
         for rank in range(self.size):
@@ -129,7 +129,7 @@ class SharedAxis(GroupAxis):
                         f"rank {rank} of a tensor-parallel group of {self.size} has not come to "
                         f"collective {self._turn} within {TIMEOUT:g} s"
                     )
-        return [slot.view(mine.dtype) for slot in slots]
+        return [slot.view(tensor.dtype) for slot in slots]
 
 
 def open_together(group: dist.ProcessGroup, wanted: bool = True) -> mmap.mmap | None:

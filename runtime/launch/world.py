@@ -301,9 +301,9 @@ def interface(
     own, master = resolve(socket.gethostname()), resolve(world.master_addr)
     # Nodes that all are this host (a simulated cluster) reach each other by loopback too.
     if ipaddress.ip_address(own).is_loopback and not ipaddress.ip_address(master).is_loopback:
-        found = towards(master)
-        if found is not None:
-            return found
+        outward = towards(master)
+        if outward is not None:
+            return outward
         raise LaunchError(
             f"rank {world.rank}: this host's own name resolves to {own}, which the other nodes "
             f"cannot reach (rank 0 is at {world.master_addr}, {master})",

@@ -33,14 +33,16 @@ def accumulate(parameter: Tensor, gradient: Tensor, *, own: bool = False) -> Non
         own: whether it shares its memory with no other tensor, so that it may become the sum.
     """
     before, after = tensor_hooks(parameter)
-    found = parameter.grad
-    if before or not _dense(gradient) or (found is not None and not _dense(found)):
+    present = parameter.grad
+    if before or not _dense(gradient) or (present is not None and not _dense(present)):
         torch.autograd.backward([get_gradient_edge(parameter)], [gradient])
         return
-    if found is None:
+    if present is None:
         parameter.grad = _first(parameter, gradient, own)
     else:
-        found.add_(gradient if exact(gradient.dtype, found.dtype) else gradient.to(found.dtype))
+        present.add_(
+            gradient if exact(gradient.dtype, present.dtype) else gradient.to(present.dtype)
+        )
     for hook in after:
         hook(parameter)
 

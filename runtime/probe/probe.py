@@ -260,10 +260,10 @@ def _read(path: Path | None, key: dict[str, str]) -> Record:
     """The record for these circumstances; empty if the file has impossible contents."""
     nothing = Record(key)
     try:
-        found = checked(codec.load(Record, path, root="record")) if path else nothing
+        record = checked(codec.load(Record, path, root="record")) if path else nothing
     except (AutopipeError, OSError):
         return nothing
-    return found if found.key == key else nothing
+    return record if record.key == key else nothing
 
 
 def _keep(record: Record, path: Path | None, say: Say) -> None:

@@ -238,11 +238,17 @@ def _check_states(
                 hint="parameters and buffers are the model's; change the model and plan again",
             )
     for name, tensor in expected.items():
-        own = found.get(name)
-        wrong = own is None or isinstance(own, nn.Parameter) != isinstance(tensor, nn.Parameter)
-        if own is None or wrong or _spec(own) != specs[name]:
+        declared = found.get(name)
+        wrong = declared is None or isinstance(declared, nn.Parameter) != isinstance(
+            tensor, nn.Parameter
+        )
+        if declared is None or wrong or _spec(declared) != specs[name]:
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            has = f"declares {name!r} as {_spec(own)}" if own is not None else f"lacks {name!r}"
+            has = (
+                f"declares {name!r} as {_spec(declared)}"
+                if declared is not None
+                else f"lacks {name!r}"
+            )
             raise PlanError(
                 f"{path}: it {has}; the stage has it as a {kind} {specs[name]}", hint=_MEND
             )

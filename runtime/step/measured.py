@@ -35,23 +35,23 @@ def stages_of_step(
         meter: the meter that counted its bytes; None: activations and transfers are 0.
         optimizer: the optimizer that updated the parameters; None: its state is 0 bytes.
     """
-    found: dict[int, StagePrediction] = {}
+    by_stage: dict[int, StagePrediction] = {}
     seen: set[str] = set()
     peak = meter.at_peak if meter is not None else {}
     most = {index: stage.most for index, stage in rank.held.gathered.items()}
     fullest = max(most, key=most.__getitem__, default=None)  # one stage runs at a time
     for stage in rank.part.stages:
-        own = [name for name in stage.states if name not in seen]
-        seen |= set(own)
+        names = [name for name in stage.states if name not in seen]
+        seen |= set(names)
         forward, backward = _seconds(stage, executor)
         activations = peak.get((stage.index, "activations"), 0)
         transfers = peak.get((stage.index, "transfers"), 0)
         copies = executor.stages[stage.index].how.copies
-        low = _bytes(copies[key] for n in own if (key := id(rank.held.states[n])) in copies)
+        low = _bytes(copies[key] for n in names if (key := id(rank.held.states[n])) in copies)
         low += rank.held.gathered[fullest].most if stage.index == fullest else 0
-        memory = _memory(rank, own, optimizer, activations, transfers, low)
-        found[stage.index] = StagePrediction(forward, backward, memory)
-    return found
+        memory = _memory(rank, names, optimizer, activations, transfers, low)
+        by_stage[stage.index] = StagePrediction(forward, backward, memory)
+    return by_stage
 
 
 def _seconds(stage: Stage, executor: Executor) -> tuple[float, float]:

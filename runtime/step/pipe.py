@@ -268,13 +268,13 @@ class Pipe(Kept):
         parts = divide(self.plan, self.place, leaves, None, sharded=sharded)
         executor = self._prepared.executor(split, parts.rows, parts.count, trains=False)
         self._gradients.gather()
-        beside = len(split.trace.outputs)
+        num_outputs = len(split.trace.outputs)
         weights = self._prepared.weights(split).of(parts)
         of_batch = self._prepared.loss(split) if split.whole is not None else None
         if of_batch is not None:
             parts = replace(parts, seeds=of_batch.nothing(parts))
         results = losses = self._forward(executor, split, parts)
-        counted = len(split.graph.outputs) - beside == 2
+        counted = len(split.graph.outputs) - num_outputs == 2
         if of_batch is not None:
             every, numbers = [*results.values()], (self.seed, self.steps)
             losses = {0: of_batch.score(parts, every, numbers, None).results} if every else {}
@@ -282,9 +282,9 @@ class Pipe(Kept):
         loss, _ = mean_loss(losses, weights, counted, self.plan.mesh.tp, self._world)
         if not outputs:
             return loss
-        own = [result[len(result) - beside :] for result in results.values()]
+        outputs_here = [result[len(result) - num_outputs :] for result in results.values()]
         lasts = [self._rank.part.placed[s.index] for s in split.stages if s.is_last(split.graph)]
-        return loss, gathered(split, own, self.plan, lasts, parts.count, self._world)
+        return loss, gathered(split, outputs_here, self.plan, lasts, parts.count, self._world)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -95,8 +95,10 @@ class Ready:
     def _forget(self) -> None:
         """Keep the planned split and the `LENGTHS` used last, and what runs them."""
         while len(self._splits) > LENGTHS + 1:
-            gone = self._splits.pop([*self._splits][1])
-            self._losses.pop(id(gone), None)
-            self._weights.pop(id(gone), None)
-            kept = {key: made for key, made in self._executors.items() if key[0] != id(gone)}
-            self._executors = kept
+            oldest = self._splits.pop([*self._splits][1])
+            self._losses.pop(id(oldest), None)
+            self._weights.pop(id(oldest), None)
+            others = {
+                key: executor for key, executor in self._executors.items() if key[0] != id(oldest)
+            }
+            self._executors = others
