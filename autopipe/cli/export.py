@@ -20,7 +20,7 @@ def export(
     to: Annotated[str, typer.Option("--to", help="torchrun, slurm, kubeflow, megatron, ...")],
     run: Annotated[
         list[str] | None,
-        typer.Argument(help="options of `autopipe run` for each rank, behind --"),
+        typer.Argument(help="options of `autopipe run` for each rank, after --"),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The file to write; else stdout.")
@@ -169,7 +169,7 @@ def _check_run(path: Path, run: list[str]) -> None:
 
 
 def _dashed(name: str) -> str:
-    return "what stands behind --" if name == "run" else f"--{name.replace('_', '-')}"
+    return "what follows --" if name == "run" else f"--{name.replace('_', '-')}"
 
 
 def _write(text: str, path: Path, program: bool) -> None:

@@ -36,7 +36,7 @@ def costs(
         ),
     ] = "fp32",
     tp: Annotated[
-        int, typer.Option(min=1, help="Tensor-parallel ranks: the share of the first one is told.")
+        int, typer.Option(min=1, help="Tensor-parallel ranks: the share of the first one is shown.")
     ] = 1,
     cluster: Annotated[
         str | None, typer.Option(help="Whose links these ranks share: 8xA100-80GB, or a file.")

@@ -113,7 +113,7 @@ def _folder(job: Launch) -> PurePosixPath:
         raise AutopipeError(
             f"--folder: expected a path in the container from / on, without a colon; found "
             f"{str(folder)!r}",
-            hint=f"--folder {FOLDER}, as it is where nothing is said",
+            hint=f"--folder {FOLDER}, the default",
         )
     return folder
 

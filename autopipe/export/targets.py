@@ -68,7 +68,7 @@ def export(plan: Plan, target: str, path: str, words: Words) -> str:
         if given and field.name not in launcher.takes:
             others = [name for name, of in LAUNCHERS.items() if field.name in of.takes]
             raise AutopipeError(
-                f"{letters.option(field.name)} means nothing to {target}; "
-                f"it is a word of {', '.join(others)}"
+                f"{letters.option(field.name)} has no meaning for {target}; "
+                f"it is an option of {', '.join(others)}"
             )
     return launcher.write(job_of(plan, path, words))

@@ -139,7 +139,7 @@ def _check_array(text: str) -> None:
             )
     if at_a_time and not int(most):
         raise AutopipeError(
-            f"--array: expected at least 1 run at a time behind %, found {most} in {text!r}",
+            f"--array: expected at least 1 run at a time after %, found {most} in {text!r}",
             hint=f"--array {numbers}%1, or {numbers} for all at once",
         )
 

@@ -127,7 +127,7 @@ def _stages(plan: Plan, measured: MeasuredRun) -> Iterator[Advice]:
     if mean and ratios[worst] / mean - 1 >= APART:
         own, predicted = measured.stages[worst], plan.stages[worst].predicted
         yield Advice(
-            f"stage {worst} is the slowest beside its plan: "
+            f"stage {worst} is the slowest compared with its plan: "
             f"{seconds(own.forward_seconds + own.backward_seconds)} a micro-batch, planned "
             f"{seconds(predicted.forward_seconds + predicted.backward_seconds)}",
             "is its device shared, or slower than the others? A plan for devices that differ gives "

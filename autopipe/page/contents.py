@@ -146,7 +146,7 @@ def contents_of(
     advice_of_run = advice.of_run(plan, parts, measured) if measured is not None else []
     return Contents(
         title=title,
-        kind="a plan, before it runs" if run is None else "a run, beside its plan",
+        kind="a plan, before it runs" if run is None else "a run, compared with its plan",
         edits=on_edits(plan) or "",
         headlines=tuple(_headlines(plan, run)),
         decided=tuple(facts.decided(plan)),

@@ -66,12 +66,12 @@ def legend(timeline: Timeline, *, waits: bool = False) -> dict[str, str]:
     """The meanings of the letters in the drawing of this timeline."""
     kinds = {span.instruction.kind for span in timeline.spans}
     meanings = {kind.value: LETTERS[kind] for kind in COMPUTE if kind in kinds}
-    meanings["behind them"] = "the number of the micro-batch"
+    meanings["after them"] = "the number of the micro-batch"
     most = max(map(len, stages(timeline)), default=1)
     if most == 2:
         meanings["lower case"] = "the second stage of a rank"
     if most > 2:
-        meanings["in front of them"] = "the number of the stage"
+        meanings["before them"] = "the number of the stage"
     meanings["blank"] = "nothing to do (the bubble)"
     if waits:
         meanings["dots"] = "waiting for a transfer or for sums"

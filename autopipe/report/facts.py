@@ -125,7 +125,7 @@ def _choices(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "loss", f"from {parts} of the vocabulary; logits are made again in backward, not kept"
     if plan.lengths:
         *others, longest = map(str, plan.lengths)
-        looked_at = f"; looked at with {' and '.join(others)}" if others else ""
+        looked_at = f"; also checked with {' and '.join(others)}" if others else ""
         yield "lengths", f"rows of up to {longest} tokens, by which all figures are{looked_at}"
     if plan.loss_over == BATCH:
         took = numbers.seconds(plan.loss_seconds)
@@ -138,7 +138,7 @@ def _choices(plan: Plan) -> Iterator[tuple[str, str]]:
         windows = _each([boundary.window for boundary in plan.boundaries])
         depths = _each([boundary.depth for boundary in plan.boundaries])
         yield "window", f"{windows}: receives posted ahead between a stage and the next"
-        yield "depth", f"{depths}: micro-batches in flight there besides those that 1f1b has"
+        yield "depth", f"{depths}: micro-batches in flight there beyond those of 1f1b"
 
 
 def _each(found: Sequence[int]) -> str:

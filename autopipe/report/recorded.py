@@ -127,7 +127,7 @@ def load(folder: Path) -> Recording:
     found = codec.load(MeasuredRun, measured, root="measured") if measured.is_file() else None
     if found is not None and len(found.stages) != len(plan.stages):
         raise AutopipeError(
-            f"{measured} has {len(found.stages)} stages, and the plan beside it {len(plan.stages)}"
+            f"{measured} has {len(found.stages)} stages, and the plan {len(plan.stages)}"
         )
     return Recording(
         plan,

@@ -142,7 +142,7 @@ def run(graph: EventGraph, delays: Delays | None = None, lanes: Lanes | None = N
         return found
     raise ScheduleError(
         "deadlock: " + "; ".join(_circle(graph, found, lanes)),
-        hint="one of these must stand earlier or later in its program, or a window be wider",
+        hint="one of these must come earlier or later in its program, or a window be wider",
     )
 
 

@@ -175,10 +175,10 @@ def holders(programs: Programs) -> tuple[int, ...]:
     for rank, program in enumerate(programs):
         for stage in sorted({instruction.stage for instruction in program}):
             if ranks.setdefault(stage, rank) != rank:
-                raise ScheduleError(f"stage {stage} stands on ranks {ranks[stage]} and {rank}")
+                raise ScheduleError(f"stage {stage} is on ranks {ranks[stage]} and {rank}")
     for stage in range(max(ranks, default=-1)):
         if stage not in ranks:
-            raise ScheduleError(f"stage {stage} stands on no rank, and stage {max(ranks)} does")
+            raise ScheduleError(f"stage {stage} is on no rank, and stage {max(ranks)} does")
     return tuple(ranks[stage] for stage in sorted(ranks))
 
 

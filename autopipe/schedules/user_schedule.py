@@ -80,7 +80,7 @@ def _check_order(rank: int, program: Program) -> None:
                 hint="a schedule has F, B, I and W; transfers and sums are put in later",
             )
         if instruction in before:
-            raise ScheduleError(f"rank {rank}: {instruction} stands twice")
+            raise ScheduleError(f"rank {rank}: {instruction} appears twice")
         first = _BEFORE[kind]
         if first is not None and (needed := Instruction(first, stage, k)) not in before:
             fault = "stands after it" if needed in program else "is missing"

@@ -92,7 +92,7 @@ def check_alone(rank: int, program: Program, table: ProgramTable) -> None:
     """
     breaks: list[tuple[int, str]] = []  # where, and what to say
     twice = np.flatnonzero(table.place[table.line, table.column] != np.arange(len(program)))
-    breaks += [(int(position), f"{program[position]} stands twice") for position in twice[:1]]
+    breaks += [(int(position), f"{program[position]} appears twice") for position in twice[:1]]
     for line, number in table.lines.items():
         kind, _, flow, _ = line
         if kind is Kind.REDUCE or kind is Kind.STEP:

@@ -59,7 +59,7 @@ def sentence(
         suggestion = f"is it {close[0]}? " if close else ""
         return AutopipeError(f"there is no option {option!r}", hint=f"{suggestion}{every}")
     if option is not None and " requires " in error.message:
-        return AutopipeError(f"{option} stands without its value", hint=every)
+        return AutopipeError(f"{option} needs a value", hint=every)
     match = re.search(r"unexpected extra arguments?(?:\(s\))? \((?P<words>.*)\)", error.message)
     message = f"one argument too many: {match['words']}" if match else _plain(error.message)
     return AutopipeError(message, hint=f"{example}; {every}")

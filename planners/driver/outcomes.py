@@ -59,8 +59,8 @@ def compare(traced: Trace, eager: Outcome, of_graph: Outcome, tolerance: float) 
         last, place = last_reader(graph, wrong)
         share = f"{wrong[last]:.2g} of" if math.isfinite(wrong[last]) else "all of"
         raise _refusal(
-            f"{len(wrong)} of its {len(eager.gradients[0])} gradients are other ones by its graph; "
-            f"behind {last!r} ({place or 'which no node reads'}), off by {share} its largest "
+            f"{len(wrong)} of its {len(eager.gradients[0])} gradients differ in its graph; "
+            f"after {last!r} ({place or 'which no node reads'}), off by {share} its largest "
             "entry, they agree",
             "what follows there changes a gradient and not the result",
         )
@@ -69,7 +69,7 @@ def compare(traced: Trace, eager: Outcome, of_graph: Outcome, tolerance: float) 
             if name in others.keys() - traced.unsteady and _off(others[name], state) > tolerance:
                 what = graph.states[name].kind if name in graph.states else "buffer"
                 raise _refusal(
-                    f"its {what} {name!r} is another one by its graph after micro-batch {number}",
+                    f"its {what} {name!r} differs in its graph after micro-batch {number}",
                     f"write {what}s in place, in the forward of their own module",
                 )
     if of_graph.losses[1:]:
@@ -102,7 +102,7 @@ def _compare_later(traced: Trace, eager: Outcome, of_graph: Outcome, tolerance: 
         last, place = last_reader(traced.graph, wrong)
         raise _refusal(
             f"{len(wrong)} of its {len(eager.gradients[1])} gradients in a second micro-batch are "
-            f"other ones by its graph, which is that of a first call, that of {last!r} "
+            f"different in its graph, which is that of a first call, that of {last!r} "
             f"({place or 'which no node reads'}) among them{kept}",
             hint,
         )

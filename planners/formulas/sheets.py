@@ -78,7 +78,8 @@ def sheets(plan: Plan, file: ModelFile, say: Say, most: int = MOST_RIVALS) -> Sh
         try:
             of_plans.append(_sheet(rival, traced, stops))
         except AutopipeError as error:
-            say(f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} is not beside it: {error.message}")
+            degrees = f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}"
+            say(f"{degrees} is left out of the comparison: {error.message}")
     return Sheets(tuple(of_plans), stops, traced.why)
 
 

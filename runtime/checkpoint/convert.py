@@ -86,7 +86,7 @@ def to_folder(
     except OSError as error:
         raise CheckpointError(
             f"the folder {folder} cannot be made: {error.strerror}",
-            hint="give another name behind -o",
+            hint="give another name after -o",
         ) from error
     parts = _parts(model_of(stored), dtype, most)
     paths, weights = [folder / name for name in _names(len(parts))], dict[str, str]()
@@ -142,7 +142,7 @@ def _make_room(folder: Path, names: Collection[str]) -> None:
         if other not in names:
             raise CheckpointError(
                 f"{folder} has other weights, {other}: transformers might load them instead",
-                hint="name a folder without weights behind -o",
+                hint="name a folder without weights after -o",
             )
     (folder / INDEX).unlink(missing_ok=True)
 

@@ -64,7 +64,7 @@ def to_distributed(
         raise CheckpointError(
             f"{folder} is not empty, it has {min(path.name for path in folder.iterdir())}: a "
             "checkpoint of torch.distributed.checkpoint needs a folder of its own",
-            hint="name a new folder behind -o",
+            hint="name a new folder after -o",
         )
     model = {name: tensor for tensor in model_of(stored) for name in (tensor.name, *tensor.aliases)}
     items = [item for name in model for item in _items(name, model[name], dtype, most)]

@@ -147,7 +147,7 @@ def _indexed(index: Path) -> list[Path]:
     for name in names:
         if not (index.parent / name).is_file():
             raise ModelError(
-                f"{index}: it names {name!r}, and there is no such file beside it",
+                f"{index}: it names {name!r}, and there is no such file next to it",
                 hint="was the folder copied whole?",
             )
     return [index.parent / name for name in names]

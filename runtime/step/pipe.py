@@ -316,7 +316,7 @@ class Pipe(Kept):
         """
         if self._last is None:
             raise AutopipeError(
-                "pipe.measured() tells of the last step, and none has run yet",
+                "pipe.measured() is of the last step, and none has run yet",
                 hint="call pipe.step(batch) first; for bytes too, set pipe.meter = Meter() before",
             )
         return measured.stages_of_step(self._rank, self._last, self.meter, optimizer)

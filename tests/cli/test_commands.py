@@ -239,7 +239,7 @@ def test_simulate_draws_one_schedule(autopipe: Shell) -> None:
         "micro-batches held by each rank: 2, 1\n"
         "rank 0: F0 F1       B0--- F2 B1---    B2---\n"
         "rank 1:    F0 B0--- F1 B1--- F2 B2---\n\n"
-        "F forward; B backward; behind them: the number of the micro-batch; blank: "
+        "F forward; B backward; after them: the number of the micro-batch; blank: "
         "nothing to do (the bubble); a unit:\n"
         "that of --forward (1 without it), --backward (2), --latency (0) and --wire (0)\n"
     )

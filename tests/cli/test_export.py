@@ -60,7 +60,7 @@ def test_what_a_runtime_cannot_say_is_told(target: str, autopipe: Shell) -> None
         (["--to", "slurm", "--name", "a b"], "--name: expected small letters, digits and -"),
         (["--to", "kubeflow"], "a pod needs an image, and none was named"),
         (["--to", "megatron", "--image", "x"], "--image is for launchers, and megatron is none"),
-        (["--to", "torchrun", "--array", "1-2"], "--array means nothing to torchrun; it is a "),
+        (["--to", "torchrun", "--array", "1-2"], "--array has no meaning for torchrun; it is a"),
         (["--to", "slurm", "-o", "none/x.sh"], "none/x.sh cannot be written: there is no folder"),
     ],
 )

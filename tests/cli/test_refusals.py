@@ -294,7 +294,7 @@ def test_memory_that_is_too_low(autopipe: Shell, four: str) -> None:
             "--latency: expected a number of at least 0 and at most 1e+09, found '-1'",
         ),
         ("run plan.json --seed x", "--seed: expected a whole number, found 'x'"),
-        ("plan net.py --memory", "--memory stands without its value"),
+        ("plan net.py --memory", "--memory needs a value"),
     ],
 )
 def test_what_the_parser_refuses(arguments: str, sentence: str, autopipe: Shell) -> None:

@@ -87,5 +87,7 @@ def test_a_word_of_another_target(target: str) -> None:
     for name, value in asked.items():
         if name in LAUNCHERS[target].takes:
             continue
-        with pytest.raises(AutopipeError, match=f"means nothing to {target}; it is a word of "):
+        with pytest.raises(
+            AutopipeError, match=f"has no meaning for {target}; it is an option of "
+        ):
             export(on_cpus(2, 1), target, "p", replace(Words(), **{name: value}))

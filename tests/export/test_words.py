@@ -80,7 +80,7 @@ def test_a_word_with_other_letters(name: str, text: str) -> None:
     [  # Bug: written into scripts, which sbatch refuses.
         ("9-0", "a range from its lower to its upper number, found '9-0'", "--array 0-9"),
         ("0-3,7-5%2", "a range from its lower to its upper number, found '7-5'", "--array 5-7"),
-        ("0-9%0", "at least 1 run at a time behind %, found 0 in '0-9%0'", "--array 0-9%1"),
+        ("0-9%0", "at least 1 run at a time after %, found 0 in '0-9%0'", "--array 0-9%1"),
     ],
 )
 def test_an_array_that_sbatch_refuses(array: str, sentence: str, hint: str) -> None:

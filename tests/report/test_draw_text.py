@@ -97,7 +97,7 @@ def test_the_legend_has_the_letters_of_the_picture():
     assert legend(simulate(one_f_one_b(2, 2), Costs.even(2))) == {
         "F": "forward",
         "B": "backward",
-        "behind them": "the number of the micro-batch",
+        "after them": "the number of the micro-batch",
         "blank": "nothing to do (the bubble)",
     }
     halves = legend(simulate(zb_v(2, 2), Costs.even(4)), waits=True)
@@ -105,7 +105,7 @@ def test_the_legend_has_the_letters_of_the_picture():
     assert halves["lower case"] == "the second stage of a rank"
     assert halves["dots"] == "waiting for a transfer or for sums"
     of_three = legend(simulate(interleaved(1, 1, 3), Costs.even(3)))
-    assert of_three["in front of them"] == "the number of the stage"
+    assert of_three["before them"] == "the number of the stage"
 
 
 def test_many_ranks_are_rows_of_letters():

@@ -42,7 +42,7 @@ peak, in KiB: a device's fullest moment, the sum of the columns after it
 one step of a pipeline, to scale:
 rank 0: F0 F1       B0--- F2 B1--- F3 B2---    B3---
 rank 1:    F0 B0--- F1 B1--- F2 B2--- F3 B3---
-F forward; B backward; behind them: the number of the micro-batch; blank: nothing to do (the bubble)
+F forward; B backward; after them: the number of the micro-batch; blank: nothing to do (the bubble)
 
 why        stage 1 is the slowest
 next best  pp=1 dp=2 tp=1, 1 micro-batch, 1f1b (data parallelism alone): 20 ms, 29 % slower, by the
@@ -99,7 +99,7 @@ for CUDA's context and what the allocator loses
 one step of a pipeline, to scale:
 rank 0: F0 F1       B0--- F2 B1--- F3 B2---    B3---
 rank 1:    F0 B0--- F1 B1--- F2 B2--- F3 B3---
-F forward; B backward; behind them: the number of the
+F forward; B backward; after them: the number of the
 micro-batch; blank: nothing to do (the bubble)
 
 stage 0: 9 nodes, 2 parameter tensors

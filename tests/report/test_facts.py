@@ -58,7 +58,7 @@ def test_what_is_not_as_usual() -> None:
         ("zero", "3: parameters, gradients and optimizer state are sharded over the replicas"),
         ("recompute", "2 blocks run a second time in backward"),
         ("window", "3: receives posted ahead between a stage and the next"),
-        ("depth", "1: micro-batches in flight there besides those that 1f1b has"),
+        ("depth", "1: micro-batches in flight there beyond those of 1f1b"),
     ]
     away = replace(plan, stages=tuple(replace(s, offload=("block.0",)) for s in plan.stages))
     kept = "1 block keeps what backward needs in the host's memory; computing hides the copies"

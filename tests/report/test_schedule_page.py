@@ -155,7 +155,7 @@ def test_the_key_of_several_drawings_has_the_letters_of_all() -> None:
         for name in ("1f1b", "zb-v")
     ]
     assert schedule_page.key(found, 60, planned=False, waits=False) == (
-        "F forward; B backward; behind them: the number of the\n"
+        "F forward; B backward; after them: the number of the\n"
         "micro-batch; blank: nothing to do (the bubble); I backward\n"
         "for the inputs; W backward for the weights; lower case: the\n"
         "second stage of a rank; a unit: that of --forward (1 without\n"
@@ -232,7 +232,7 @@ def test_backwards_in_halves() -> None:
 def test_more_stages_of_a_rank_have_their_number_in_front() -> None:
     found = drawn(chain(1, 1, schedule="interleaved", chunks=3))
     assert found.picture == "rank 0: 0F0 1F0 2F0 2B0---- 1B0---- 0B0----"
-    assert found.legend["in front of them"] == "the number of the stage"
+    assert found.legend["before them"] == "the number of the stage"
 
 
 def test_a_written_schedule_is_drawn_whole() -> None:

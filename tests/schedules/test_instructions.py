@@ -100,8 +100,8 @@ def test_who_holds_which_stage_is_read_off_the_programs():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rank 0: 0F0 1F0\nrank 1: 2F0 1B0", "stage 1 stands on ranks 0 and 1"),
-        ("rank 0: 0F0\nrank 1: 2F0", "stage 1 stands on no rank, and stage 2 does"),
+        ("rank 0: 0F0 1F0\nrank 1: 2F0 1B0", "stage 1 is on ranks 0 and 1"),
+        ("rank 0: 0F0\nrank 1: 2F0", "stage 1 is on no rank, and stage 2 does"),
     ],
 )
 def test_each_stage_is_on_one_rank(text, message):

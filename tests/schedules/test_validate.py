@@ -60,14 +60,14 @@ def test_the_whole_one_keeps_them():
             "1REDUCE 1B0 1F0",
             "rank 1: 1B0 needs 1F0 before it, which stands after it",
         ),
-        ("1F0", "1F0 1F0", "rank 1: 1F0 stands twice"),
-        ("0SEND_F0>1", "0SEND_F0>1 0SEND_F0>1", "rank 0: 0SEND_F0>1 stands twice"),
+        ("1F0", "1F0 1F0", "rank 1: 1F0 appears twice"),
+        ("0SEND_F0>1", "0SEND_F0>1 0SEND_F0>1", "rank 0: 0SEND_F0>1 appears twice"),
         ("1POST_F0<0 1WAIT_F0<0", "", "0SEND_F0>1 has no 1POST_F0<0: a transfer needs both ends"),
         ("1SEND_B0>0 1FREE_B0>0", "", "0POST_B0<1 has no 1SEND_B0>0: a transfer needs both ends"),
-        ("1F0", "1F0 0F1", "stage 0 stands on ranks 0 and 1"),
+        ("1F0", "1F0 0F1", "stage 0 is on ranks 0 and 1"),
         # Sums begin in the last backward, not before and not after it, and are waited for.
         ("0STEP", "0STEP 0F1", "rank 0: 0F1 stands after 0STEP, which ends a program"),
-        ("0STEP", "0STEP 0STEP", "rank 0: 0STEP stands twice"),
+        ("0STEP", "0STEP 0STEP", "rank 0: 0STEP appears twice"),
         ("0STEP", "", "rank 0: 0STEP is missing: nobody waits for the sums"),
         ("0REDUCE", "", "rank 0: 0REDUCE is missing, and other stages have theirs"),
         (

@@ -277,7 +277,7 @@ def test_a_gradient_that_only_eager_has_is_refused_at_the_parameter_before_it(mo
 
     monkeypatch.setattr(unsaid, "_REFUSALS", {})
     said = refusal(built(Reversed))
-    assert "4 of its 6 gradients are other ones by its graph; behind 'middle.weight' (" in said
+    assert "4 of its 6 gradients differ in its graph; after 'middle.weight' (" in said
     assert "odd_models.py:" in said and "off by 2 of its largest entry, they agree" in said
 
 

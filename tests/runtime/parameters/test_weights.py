@@ -87,7 +87,7 @@ def test_a_folder_with_an_index(suffix: str, named: bool, tmp_path: Path) -> Non
     with pytest.raises(ModelError) as refused:
         found(tmp_path)
     assert str(refused.value) == (
-        f"{index}: it names {files['up.bias']!r}, and there is no such file beside it\n"
+        f"{index}: it names {files['up.bias']!r}, and there is no such file next to it\n"
         "hint: was the folder copied whole?"
     )
 

@@ -129,7 +129,7 @@ def test_a_step_is_measured_after_it_has_run() -> None:
     with pytest.raises(AutopipeError) as refused:
         piped("gpt", planned("gpt", 1, 1, 2)).measured()
     assert str(refused.value) == (
-        "pipe.measured() tells of the last step, and none has run yet\n"
+        "pipe.measured() is of the last step, and none has run yet\n"
         "hint: call pipe.step(batch) first; for bytes too, set pipe.meter = Meter() before"
     )
 
