@@ -46,7 +46,7 @@ def key(node: fx.Node) -> int:
 
 def at_each_call(half: Half) -> list[int]:
     """Tensors of `SIZE` bytes: those made, and those kept and still there."""
-    there = half.there(half.kept) + half.made()
+    there = half.existing(half.kept) + half.made()
     assert half.most() == there.max()
     return (there // SIZE).tolist()
 

@@ -490,7 +490,7 @@ def test_a_tensor_that_backward_needs_is_written_over():
 
 
 def test_a_large_model_is_not_run(monkeypatch):
-    monkeypatch.setattr(against_eager, "_both", None)
+    monkeypatch.setattr(against_eager, "_outcomes", None)
     monkeypatch.setattr(against_eager, "MOST_FLOPS", 0)
     planned(built(Net))
 

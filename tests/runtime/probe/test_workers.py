@@ -284,7 +284,7 @@ def test_a_processor_without_bf16(
     monkeypatch.setattr(Path, "read_text", lambda self: text)
     assert workers.lacks("bf16") is lacking
     assert not workers.lacks("fp32")
-    told = [*workers._told({"bf16": Found((4e8,), "out of time after 4 x 4 x 4")})]
+    told = [*workers._lines({"bf16": Found((4e8,), "out of time after 4 x 4 x 4")})]
     words = ", this processor has no bf16 instructions" if lacking else ""
     rough = ", rough: out of time after 4 x 4 x 4"
     assert told == [f"matmuls in bf16: 0.4 GFLOP/s a process{words}{rough}"]
