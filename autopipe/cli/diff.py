@@ -47,13 +47,13 @@ def diff(
         raise typer.Exit(1)
 
 
-def _data(found: Difference) -> dict[str, list[dict[str, object]]]:
+def _data(difference: Difference) -> dict[str, list[dict[str, object]]]:
+    def of(entry: Entry) -> dict[str, object]:
+        return {key: value for key, value in asdict(entry).items() if key not in _FOR_PEOPLE}
+
     return {
-        part: [
-            {key: value for key, value in asdict(entry).items() if key not in _FOR_PEOPLE}
-            for entry in entries
-        ]
-        for part, entries in (("what", found.what), ("how", found.how))
+        "what": [of(entry) for entry in difference.what],
+        "how": [of(entry) for entry in difference.how],
     }
 
 

@@ -157,10 +157,10 @@ def describe(
         planned: times are a plan's, in seconds. Those of a schedule by itself are in whatever the
             costs of its forwards and backwards are in.
     """
-    held = [
-        " + ".join(str(flying(program, stage)) for stage in sorted({i.stage for i in program}))
-        for program in timeline.programs
-    ]
+    held = []
+    for program in timeline.programs:
+        stages = sorted({i.stage for i in program})
+        held.append(" + ".join(str(flying(program, stage)) for stage in stages))
     micro_batches = 1 + max(i.microbatch for program in timeline.programs for i in program)
     step = numbers.seconds(timeline.seconds) if planned else f"{timeline.seconds:.4g} units"
     head = (
