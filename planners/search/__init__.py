@@ -4,8 +4,8 @@ In: a `planners.model.problem.Problem`. Out: an `Answer`, or an InfeasibleError 
 smallest changes that would fit. Never found here: torch, and costs of its own: every planner is
 scored by `planners.model`.
 
-Other rooms use: `registry.PLANNERS`, `best.Answer`, `.Outdone`, `.beside`, `bound.bounds`,
-`dynamic.fastest`.
+Other rooms use: `registry.PLANNERS`, `best.Answer`, `.Outdone`, `.with_other_degrees`,
+`bound.bounds`, `dynamic.fastest`.
 
     configs, device_orders           the choices that the constraints leave
     bound, room_bound                bounds that rule out a config before its cuts are tried
