@@ -110,7 +110,7 @@ def _as_rank(folder: Path) -> None:
         from autopipe.frontend import hf_folder
 
         ways = "autopipe check plan.json, or autopipe check model.py"
-        raise AutopipeError(f"{folder} is a folder", hint=hf_folder.meant(folder) or ways)
+        raise AutopipeError(f"{folder} is a folder", hint=hf_folder.hint_for(folder) or ways)
     with voice.one_voice(world, debug=console.debug()):
         with loading():
             from autopipe.checking.split import run_rank

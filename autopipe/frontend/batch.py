@@ -134,12 +134,12 @@ def describe(batch: object, other: object | None, rows: int, other_rows: int) ->
             f"{list(others)}: they must be the same"
         )
     kinds = {path or "0": within for path, _, within in _walk(batch)}
-    found = []
+    specs = []
     for path, leaf in leaves.items():
         spec = _describe(path, leaf, others.get(path), rows, other_rows)
-        told = tuple("tuple" if key.isdigit() else "dict" for key in path.split("."))
-        found.append(spec if kinds[path] in ((), told) else replace(spec, within=kinds[path]))
-    return found
+        implied = tuple("tuple" if key.isdigit() else "dict" for key in path.split("."))
+        specs.append(spec if kinds[path] in ((), implied) else replace(spec, within=kinds[path]))
+    return specs
 
 
 def _describe(path: str, leaf: Leaf, other: Leaf, rows: int, other_rows: int) -> InputSpec:
@@ -159,11 +159,11 @@ def _describe(path: str, leaf: Leaf, other: Leaf, rows: int, other_rows: int) ->
             raise ModelError(
                 f"inputs({rows})[{path!r}] has {leaf.ndim} dims, inputs({other_rows}) {other.ndim}"
             )
-        for dim, (size, size_there) in enumerate(zip(leaf.shape, other.shape, strict=True)):
-            if size == size_there:
+        for dim, (size, other_size) in enumerate(zip(leaf.shape, other.shape, strict=True)):
+            if size == other_size:
                 continue
             factor = size // rows
-            if size != factor * rows or size_there != factor * other_rows or batch_dim is not None:
+            if size != factor * rows or other_size != factor * other_rows or batch_dim is not None:
                 raise ModelError(
                     f"inputs({rows})[{path!r}] has the shape {tuple(leaf.shape)}, "
                     f"inputs({other_rows})[{path!r}] {tuple(other.shape)}: one dim must grow in "
@@ -217,12 +217,12 @@ def rows_of(specs: Sequence[InputSpec], leaves: Mapping[str, Leaf]) -> int:
                     else None,
                 )
             continue
-        wanted = f"{spec.dtype}[{', '.join(map(str, spec.shape))}]"
+        described = f"{spec.dtype}[{', '.join(map(str, spec.shape))}]"
         if not isinstance(leaf, Tensor):
-            raise ModelError(f"batch[{spec.path!r}] is {leaf!r}, not a tensor {wanted}")
+            raise ModelError(f"batch[{spec.path!r}] is {leaf!r}, not a tensor {described}")
         given = f"{dtypes.name_of(leaf.dtype)}{list(leaf.shape)}"
         refusal = ModelError(
-            f"batch[{spec.path!r}] is {given}; the plan was made for {wanted}"
+            f"batch[{spec.path!r}] is {given}; the plan was made for {described}"
             + (f" with b = {rows} as in the entries before it" if rows is not None else "")
         )
         if dtypes.name_of(leaf.dtype) != spec.dtype or leaf.ndim != len(spec.shape):

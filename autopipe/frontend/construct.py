@@ -47,15 +47,19 @@ from autopipe.util.host_memory import in_turn
 
 Factory = Callable[[], nn.Module]
 _CPU = torch.device("cpu")
-_Made = tuple[weakref.ref[nn.Parameter], nn.Parameter]
-_MADE: weakref.WeakKeyDictionary[nn.Module, list[_Made]] = weakref.WeakKeyDictionary()
+_Pair = tuple[weakref.ref[nn.Parameter], nn.Parameter]
+_PAIRS: weakref.WeakKeyDictionary[nn.Module, list[_Pair]] = weakref.WeakKeyDictionary()
 OF_VALUES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models whose constructors have read values of their weights."""
 
 
 def still_real(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Pairs of a real parameter that something still holds (a list) and the fake one made of it."""
-    return [(real, fake) for known, fake in _MADE.get(model, ()) if (real := known()) is not None]
+    return [
+        (real, fake)
+        for reference, fake in _PAIRS.get(model, ())
+        if (real := reference()) is not None
+    ]
 
 
 def build_fake(
@@ -73,26 +77,26 @@ def build_fake(
     Raises:
         ModelError: its weights must be real and there is no room for them.
     """
-    first = _Parts("registered")
+    building = _Building("registered")
     try:
-        return first.build(factory)
+        return building.build(factory)
     except Exception as error:  # the user's code may raise anything
-        if not first.made:
+        if not building.fakes:
             raise
         why = f"{user_lines.of_error(user_lines.root(error))}: {_reason(error)}"
     with in_turn():
         free = room() if room is not None else None
         model = None
         with suppress(Exception):  # values may be read of what has been attached
-            model = _Parts("attached", free, why).build(factory)
+            model = _Building("attached", free, why).build(factory)
         if model is None:
-            model = _Parts("built", free, why).build(factory)
+            model = _Building("built", free, why).build(factory)
     if say is not None:
         say(f"model() was built with real weights, for it needs their values ({why})")
     return model
 
 
-class _Parts:
+class _Building:
     """One run of a constructor.
 
     Args:
@@ -109,19 +113,19 @@ class _Parts:
         self.held = 0
         self.mode = fake_mode()
         # By identity, and only while the real one lives: its id may be taken again after that.
-        self.made: dict[int, _Made] = {}
+        self.fakes: dict[int, _Pair] = {}
 
     def build(self, factory: Factory) -> nn.Module:
         """Run the constructor; the caller's random numbers are left as they were."""
         instead = self.mode if self.until == "registered" else None
-        made_here = on_cpu(instead)
-        with torch.random.fork_rng(devices=[]), self._registering(), constructing(), made_here:
+        cpu_mode = on_cpu(instead)
+        with torch.random.fork_rng(devices=[]), self._registering(), constructing(), cpu_mode:
             torch.manual_seed(0)  # values that the constructor reads are the same on every rank
             model = factory()
             if isinstance(model, nn.Module):
-                made_here.of_weights.let_go(model, self.mode)
-                self._let_go(model)
-                _MADE[model] = [*self.made.values()]
+                cpu_mode.of_weights.make_fake(model, self.mode)
+                self._make_fake(model)
+                _PAIRS[model] = [*self.fakes.values()]
                 if self.until != "registered":
                     OF_VALUES.add(model)
         return model
@@ -129,9 +133,9 @@ class _Parts:
     @contextmanager
     def _registering(self) -> Iterator[None]:
         # torch's stub says that a hook returns nothing; its result is registered instead.
-        made = register_module_parameter_registration_hook(self._register)  # type: ignore[arg-type]
+        hook = register_module_parameter_registration_hook(self._register)  # type: ignore[arg-type]
         with ExitStack() as until:
-            until.callback(made.remove)
+            until.callback(hook.remove)
             until.callback(register_module_module_registration_hook(self._attach).remove)
             yield
 
@@ -154,9 +158,9 @@ class _Parts:
 
     def _attach(self, module: nn.Module, name: str, part: Any) -> None:
         if self.until == "attached" and isinstance(part, nn.Module):
-            self._let_go(part)
+            self._make_fake(part)
 
-    def _let_go(self, model: nn.Module) -> None:
+    def _make_fake(self, model: nn.Module) -> None:
         """Turn fake what is still real in a module."""
         for module in model.modules():
             for name, parameter in [*module.named_parameters(recurse=False)]:
@@ -165,10 +169,10 @@ class _Parts:
                     setattr(module, name, self._fake(parameter))  # an LSTM keeps a list of them
 
     def _fake(self, parameter: nn.Parameter) -> nn.Parameter:
-        known = self.made.get(id(parameter))
+        known = self.fakes.get(id(parameter))
         if known is None or known[0]() is not parameter:
             fake = fake_parameter(self.mode, parameter)
-            known = self.made[id(parameter)] = weakref.ref(parameter), fake
+            known = self.fakes[id(parameter)] = weakref.ref(parameter), fake
         return known[1]
 
 
@@ -207,27 +211,27 @@ class _OnCPU(TorchFunctionMode):
         self._until.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = tuple(map(self._here, args[:1] if func is torch.device else args))  # no index
+        args = tuple(map(self._moved, args[:1] if func is torch.device else args))  # no index
         args = of_constructor(func, args) if self.of_weights else args
-        kwargs = {key: self._here(arg) for key, arg in (kwargs or {}).items()}
+        kwargs = {key: self._moved(arg) for key, arg in (kwargs or {}).items()}
         if func is Tensor.cuda:
             return args[0]
         try:
             untouched = func is torch.zeros and self.instead is not None
-            made = (_zeros if untouched else func)(*args, **kwargs)
-            return self.of_weights.noted(func, args, kwargs, made) if self.of_weights else made
+            result = (_zeros if untouched else func)(*args, **kwargs)
+            return self.of_weights.noted(func, args, kwargs, result) if self.of_weights else result
         except (RuntimeError, MemoryError) as error:
-            full = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-            if self.instead is None or not full:
+            out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+            if self.instead is None or not out_of_memory:
                 raise
             with self.instead:
                 return func(*args, **kwargs)
 
-    def _here(self, arg: Any) -> Any:
+    def _moved(self, arg: Any) -> Any:
         if isinstance(arg, str | torch.device):
             return type(arg)("cpu") if str(arg).partition(":")[0] in self.kinds else arg
         if type(arg) in (list, tuple) and any(isinstance(part, Tensor) for part in arg):
-            return type(arg)(map(self._here, arg))
+            return type(arg)(map(self._moved, arg))
         return arg.cpu() if isinstance(arg, Tensor) and _is_on_gpu(arg) else arg
 
 
@@ -303,11 +307,11 @@ def fake_copy(model: nn.Module) -> nn.Module:
                 memo[id(value)] = value
     functions = HeldFunctions(model, memo)
     try:
-        made = copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
     except Exception as error:  # whatever is said of a generator, a lock, an open file, a logger
         raise _not_copied(model, memo, error) from error
     functions.close()
-    return made
+    return copied
 
 
 def _not_copied(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> ModelError:
@@ -316,7 +320,7 @@ def _not_copied(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> 
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             try:
-                copy.deepcopy(value, dict(memo)) if name not in _TORCHS else None
+                copy.deepcopy(value, dict(memo)) if name not in _MODULE_ATTRIBUTES else None
             except Exception:  # it is among those that cannot be copied
                 where = repr(f"{path}.{name}".lstrip("."))
     return ModelError(
@@ -326,5 +330,5 @@ def _not_copied(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> 
     )
 
 
-_TORCHS = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """What every module has in its `__dict__`: its parts are asked by themselves."""

@@ -29,29 +29,31 @@ class HeldFunctions:
 
     def __init__(self, model: nn.Module, memo: dict[int, Any]) -> None:
         self._memo = memo
-        self._found: dict[int, FunctionType] = {}
+        self._functions: dict[int, FunctionType] = {}
         for module in model.modules():
             self._look_in(vars(module).values())
-        memo |= {number: _with_empty_cells(own) for number, own in self._found.items()}
+        memo |= {
+            number: _with_empty_cells(function) for number, function in self._functions.items()
+        }
 
     def close(self) -> None:
         """Put the copied parts into the copied functions, once the whole model is in the memo."""
-        for number, function in self._found.items():
-            made = cast(FunctionType, self._memo[number])
-            for cell, old in zip(made.__closure__ or (), function.__closure__ or (), strict=True):
+        for number, function in self._functions.items():
+            copied = cast(FunctionType, self._memo[number])
+            for cell, old in zip(copied.__closure__ or (), function.__closure__ or (), strict=True):
                 with suppress(ValueError):  # nothing in it yet
                     cell.cell_contents = self._copied(old.cell_contents)
-            made.__defaults__ = function.__defaults__ and tuple(
+            copied.__defaults__ = function.__defaults__ and tuple(
                 map(self._copied, function.__defaults__)
             )
 
     def _look_in(self, values: Iterable[Any]) -> None:
         for value in values:
-            for one in _parts(value):
-                if isinstance(one, FunctionType) and id(one) not in self._found:
-                    if one.__closure__ or one.__defaults__:
-                        self._found[id(one)] = one
-                        self._look_in([*_cells(one), *(one.__defaults__ or ())])
+            for part in _parts(value):
+                if isinstance(part, FunctionType) and id(part) not in self._functions:
+                    if part.__closure__ or part.__defaults__:
+                        self._functions[id(part)] = part
+                        self._look_in([*_cells(part), *(part.__defaults__ or ())])
 
     def _copied(self, value: Any) -> Any:
         """The copy of a part of the model, or of a value that holds one; else the value itself."""
@@ -61,23 +63,23 @@ class HeldFunctions:
             return MethodType(value.__func__, self._memo[id(value.__self__)])
         if isinstance(value, partial):
             args, named = map(self._copied, value.args), value.keywords.items()
-            named_copies = {name: self._copied(one) for name, one in named}
+            named_copies = {name: self._copied(argument) for name, argument in named}
             return partial(self._copied(value.func), *args, **named_copies)
         if type(value) in (list, tuple, dict) and any(id(p) in self._memo for p in _parts(value)):
             return self._with_copies(value)
-        return _another(value, self._memo)
+        return _copy_or_itself(value, self._memo)
 
     def _with_copies(self, value: Any) -> Any:
         """A copy of a list, a tuple or a dict, with copies of its entries."""
-        made: Any = copy.copy(value)
+        copied: Any = copy.copy(value)
         if isinstance(value, tuple):
-            made = tuple(map(self._copied, value))
-        self._memo[id(value)] = made  # before its entries, among which it may be itself
+            copied = tuple(map(self._copied, value))
+        self._memo[id(value)] = copied  # before its entries, among which it may be itself
         if isinstance(value, dict):
-            made.update({key: self._copied(one) for key, one in value.items()})
+            copied.update({key: self._copied(item) for key, item in value.items()})
         elif isinstance(value, list):
-            made[:] = map(self._copied, value)
-        return made
+            copied[:] = map(self._copied, value)
+        return copied
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -98,15 +100,15 @@ def _cells(function: FunctionType) -> Iterator[Any]:
 
 def _with_empty_cells(function: FunctionType) -> FunctionType:
     cells = tuple(CellType() for _ in function.__closure__ or ())
-    made = FunctionType(
+    copied = FunctionType(
         function.__code__, function.__globals__, function.__name__, None, cells or None
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(vars(function))
-    return made
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__dict__.update(vars(function))
+    return copied
 
 
-def _another(value: Any, memo: dict[int, Any]) -> Any:
+def _copy_or_itself(value: Any, memo: dict[int, Any]) -> Any:
     """A copy of an iterator at its place, or of a hook's handle; anything else as it is."""
     if isinstance(value, torch.utils.hooks.RemovableHandle):
         return copy.deepcopy(value, memo)

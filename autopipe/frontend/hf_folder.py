@@ -55,8 +55,8 @@ def as_module(source: str) -> SimpleNamespace:
     folder, length = _parsed(source)
     transformers, config = _configuration(folder)
     name = next(iter(getattr(config, "architectures", None) or ()), None)
-    built = getattr(transformers, str(name), None)
-    if name is None or built is None:
+    model_class = getattr(transformers, str(name), None)
+    if name is None or model_class is None:
         raise ModelError(
             f"{folder / 'config.json'}: architectures is {name!r}, expected a class of "
             f"transformers {transformers.__version__}",
@@ -71,28 +71,27 @@ def as_module(source: str) -> SimpleNamespace:
         )
 
     def model() -> nn.Module:
-        made: nn.Module = built(config)
-        return made
+        built: nn.Module = model_class(config)
+        return built
 
     def loaded() -> nn.Module:
         transformers.utils.logging.disable_progress_bar()
-        made, told = built.from_pretrained(
+        pretrained, report = model_class.from_pretrained(
             folder,
             config=config,
             dtype=torch.get_default_dtype(),
             local_files_only=True,
             output_loading_info=True,
         )
-        if told["missing_keys"]:
+        if report["missing_keys"]:
             raise ModelError(
-                f"{folder}: holds no {min(told['missing_keys'])!r}, which a {name} has",
+                f"{folder}: holds no {min(report['missing_keys'])!r}, which a {name} has",
                 hint="transformers would begin with random numbers there; a model file may do so",
             )
-        found: nn.Module = made
-        return found
+        whole_model: nn.Module = pretrained
+        return whole_model
 
-    whole = any(folder.glob("*.safetensors"))
-    weights = folder if whole else None
+    weights = folder if any(folder.glob("*.safetensors")) else None
     return SimpleNamespace(model=model, inputs=inputs, weights=weights, loaded=loaded)
 
 
@@ -112,10 +111,10 @@ def lacks(folder: Path, model: Callable[[], nn.Module]) -> bool:
     names: dict[int, set[str]] = {}
     for name, tensor in build_fake(model).state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), set()).add(name)
-    return not all(stored & every for every in names.values())
+    return not all(stored & aliases for aliases in names.values())
 
 
-def meant(path: Path) -> str | None:
+def hint_for(path: Path) -> str | None:
     """The hint for a transformers folder that was given without `hf:`."""
     return f"{SCHEME}{path} names a folder of transformers'" if _has_config(path) else None
 
@@ -126,9 +125,9 @@ def _has_config(folder: Path) -> bool:
 
 def _parsed(source: str) -> tuple[Path, int | None]:
     path, _, query = source.removeprefix(SCHEME).partition("?")
-    known = parse_qs(query, keep_blank_values=True)
-    length = known.pop("length", [""])[-1]
-    if known or (query and not (length.isdigit() and int(length) > 1)):
+    options = parse_qs(query, keep_blank_values=True)
+    length = options.pop("length", [""])[-1]
+    if options or (query and not (length.isdigit() and int(length) > 1)):
         raise ModelError(
             f"{source}: {query!r} says nothing about a row", hint=f"{SCHEME}{path}?length=2048"
         )

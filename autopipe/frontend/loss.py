@@ -98,8 +98,8 @@ def outputs_to_loss(
 def _read(value: Any, whose: str, place: str, hint: str | None) -> Tensor | SumCount:
     whose = f"{place}: {whose}" if place else whose
     if _is_scalar(value):
-        found: Tensor = value
-        return found
+        loss: Tensor = value
+        return loss
     if _counted(value):
         return SumCount(value[0], _as_tensor(value[1], value[0]))
     if isinstance(value, tuple | list) and len(value) > 1 and _is_scalar(value[0]):
@@ -208,11 +208,11 @@ def note_lines(loss: Loss | None) -> None:
     By itself export notes lines only in functions named `forward`. `annotate_fn` adds others;
     older releases of torch lack it.
     """
-    told = getattr(torch.fx.traceback, "annotate_fn", None)
+    annotate = getattr(torch.fx.traceback, "annotate_fn", None)
     called = inspect.getattr_static(type(loss), "__call__", None)  # of an object of a user's class
     for function in (*used_by(loss), called):
-        if told is not None and isinstance(function, FunctionType):
-            told({})(function)
+        if annotate is not None and isinstance(function, FunctionType):
+            annotate({})(function)
 
 
 def _named_in(function: FunctionType) -> list[object]:
@@ -221,10 +221,10 @@ def _named_in(function: FunctionType) -> list[object]:
     named = [function.__globals__[name] for name in names if name in function.__globals__]
     with suppress(ValueError):  # nothing in it yet
         named += [cell.cell_contents for cell in function.__closure__ or ()]
-    own = function.__module__
+    home = function.__module__
     return [
-        one
-        for one in named
-        if isinstance(one, nn.Module | partial | MethodType)
-        or (isinstance(one, FunctionType) and one.__module__ == own)
+        value
+        for value in named
+        if isinstance(value, nn.Module | partial | MethodType)
+        or (isinstance(value, FunctionType) and value.__module__ == home)
     ]

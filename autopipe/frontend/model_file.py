@@ -140,7 +140,7 @@ class ModelFile:
         if self.batches is None:
             return None
         part = {"shard": shard, "num_shards": num_shards} if self.sharded else {}
-        with user_lines.told(f"{self.source}: batches"):
+        with user_lines.as_model_errors(f"{self.source}: batches"):
             return self.batches(batch_size, **part)
 
     def stream(
@@ -166,11 +166,11 @@ class ModelFile:
                     batch = self.inputs(batch_size)
                 yield batch
             return
-        with user_lines.told(f"{self.source}: batches"):
+        with user_lines.as_model_errors(f"{self.source}: batches"):
             asked = self.iterable(batch_size, shard, num_shards) if iterable is None else iterable
             given = iter(asked)
         while True:
-            with user_lines.told(f"{self.source}: batches"):
+            with user_lines.as_model_errors(f"{self.source}: batches"):
                 batch = next(given, _END)
             if batch is _END:
                 return
@@ -283,7 +283,10 @@ def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) 
     """Wrap a user's function: check its result, name the line of its errors, build on the CPU."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with user_lines.told(what), off_gpus() if gives in (None, "nn.Module") else nullcontext():
+        with (
+            user_lines.as_model_errors(what),
+            off_gpus() if gives in (None, "nn.Module") else nullcontext(),
+        ):
             result = function(*args, **kwargs)
         if gives is not None and not isinstance(result, _RESULTS[gives]):
             raise ModelError(
@@ -300,7 +303,7 @@ def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) 
 
 def _by_path(path: Path) -> ModuleType:
     if not path.is_file():
-        hint = hf_folder.meant(path) or "autopipe plan model.py"
+        hint = hf_folder.hint_for(path) or "autopipe plan model.py"
         what = ", it is a folder" if path.is_dir() else ""
         raise ModelError(f"there is no model file {str(path)!r}{what}", hint=hint)
     if path.suffix != ".py":
@@ -312,7 +315,7 @@ def _by_path(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     sys.path.insert(0, str(path.parent.resolve()))  # as `python model.py` does
-    user_lines.ran(lambda: loader.exec_module(module), str(path))
+    user_lines.run_module(lambda: loader.exec_module(module), str(path))
     return module
 
 
@@ -333,7 +336,7 @@ def _by_name(name: str) -> ModuleType:
         )
     sys.path.insert(0, str(Path.cwd()))
     try:
-        module: ModuleType = user_lines.ran(lambda: importlib.import_module(name), name)
+        module: ModuleType = user_lines.run_module(lambda: importlib.import_module(name), name)
     except ModelError as error:
         missing = getattr(error.__cause__, "name", None)
         if isinstance(error.__cause__, ModuleNotFoundError) and f"{name}.".startswith(

@@ -124,20 +124,20 @@ def update(optimizer: torch.optim.Optimizer, seed: int) -> None:
 def _stepped_apart(make: MakeOptimizer) -> str:
     draw = torch.Generator().manual_seed(0)
     steps = len(SCALES)
-    one, other, *drawn = (torch.randn(SIZE, SIZE, generator=draw) for _ in range(2 + 2 * steps))
-    mine, theirs = drawn[:steps], drawn[steps:]
-    for own, second, (rows, columns, beside) in zip(mine, theirs, SCALES, strict=True):
-        own[: SIZE // 2] *= rows
-        own[:, : SIZE // 2] *= columns
-        second *= beside
-    changed = _change(make, one, mine, other, theirs)
-    if _differ(_change(make, one, mine, other, theirs), changed):
+    value, other, *drawn = (torch.randn(SIZE, SIZE, generator=draw) for _ in range(2 + 2 * steps))
+    gradients, others = drawn[:steps], drawn[steps:]
+    for gradient, of_other, (rows, columns, scale) in zip(gradients, others, SCALES, strict=True):
+        gradient[: SIZE // 2] *= rows
+        gradient[:, : SIZE // 2] *= columns
+        of_other *= scale
+    changed = _change(make, value, gradients, other, others)
+    if _differ(_change(make, value, gradients, other, others), changed):
         return NOISE
-    if _differ(_change(make, one, mine, other), changed):
+    if _differ(_change(make, value, gradients, other), changed):
         return MODEL
     for dim in (0, 1):
         halves = (
-            _change(make, one.chunk(2, dim)[n], [g.chunk(2, dim)[n] for g in mine], other)
+            _change(make, value.chunk(2, dim)[n], [g.chunk(2, dim)[n] for g in gradients], other)
             for n in (0, 1)
         )
         if _differ(torch.cat([*halves], dim), changed):
@@ -153,13 +153,14 @@ def _change(
     others: Sequence[Tensor | None] = (None,) * len(SCALES),
 ) -> Tensor:
     """The change that steps make in a parameter, beside another one with or without gradients."""
-    own, second = nn.Parameter(value.clone()), nn.Parameter(other.clone())
-    optimizer = make([own, second])
-    for mine, theirs in zip(gradients, others, strict=True):
+    parameter, second = nn.Parameter(value.clone()), nn.Parameter(other.clone())
+    optimizer = make([parameter, second])
+    for gradient, of_other in zip(gradients, others, strict=True):
         # Copies: a step may clip gradients where they are.
-        own.grad, second.grad = mine.clone(), None if theirs is None else theirs.clone()
+        parameter.grad = gradient.clone()
+        second.grad = None if of_other is None else of_other.clone()
         optimizer.step()
-    return own.detach() - value
+    return parameter.detach() - value
 
 
 def _differ(found: Tensor, expected: Tensor) -> bool:
@@ -206,17 +207,17 @@ def refuse_others(
         for name, (shape, dtype) in whole.items()
     ]
     try:
-        expected = _settings(make(everyone), everyone)
+        among_all = _settings(make(everyone), everyone)
     except Exception:  # it reads values, or knows no device without them
         return
-    if not any(expected.values()):  # it takes the parameters from elsewhere
+    if not any(among_all.values()):  # it takes the parameters from elsewhere
         return
-    for name, found in _settings(optimizer, named).items():
-        alone = expected.get(name, found)
-        if found != alone:
+    for name, on_rank in _settings(optimizer, named).items():
+        expected = among_all.get(name, on_rank)
+        if on_rank != expected:
             raise ModelError(
-                f"optimizer(parameters) gives {name!r} {_unlike(alone, found)} among all of the "
-                f"model's, and {_unlike(found, alone)} among those of this rank",
+                f"optimizer(parameters) gives {name!r} {_unlike(expected, on_rank)} among all of "
+                f"the model's, and {_unlike(on_rank, expected)} among those of this rank",
                 hint="find parameters by their names, def optimizer(named_parameters): ..., not by "
                 "their places",
             )
@@ -226,12 +227,12 @@ def _settings(
     optimizer: torch.optim.Optimizer, named: Iterable[Named]
 ) -> dict[str, dict[str, str] | None]:
     """An optimizer's settings for each parameter, as text; None: it does not change that one."""
-    of = {
-        id(parameter): {key: str(one) for key, one in group.items() if key not in _MEMBERS}
+    by_parameter = {
+        id(parameter): {key: str(setting) for key, setting in group.items() if key not in _MEMBERS}
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    return {name: of.get(id(parameter)) for name, parameter in named}
+    return {name: by_parameter.get(id(parameter)) for name, parameter in named}
 
 
 _MEMBERS = "params", "param_names"

@@ -77,7 +77,7 @@ def of_its_own(
                 "self.table.to(x.dtype) where the two meet, or --precision fp32"
             )
     return CaptureError(
-        f"{_at(error)}{whose} raises {_told(error)} (it is traced with two rows)", hint=hint
+        f"{_at(error)}{whose} raises {_message(error)} (it is traced with two rows)", hint=hint
     )
 
 
@@ -100,7 +100,7 @@ def on_every_rank(error: Exception, *, cpu: bool = False) -> ModelError | None:
     Args:
         cpu: whether ranks run on processors too.
     """
-    told = f"{_at(error)}on a batch as `inputs` gives it, the model raises {_told(error)}"
+    message = f"{_at(error)}on a batch as `inputs` gives it, the model raises {_message(error)}"
     if isinstance(error, IndexError):
         hint = (
             "a token, a label, or a position in a long row is beyond the table it is looked up in"
@@ -110,12 +110,14 @@ def on_every_rank(error: Exception, *, cpu: bool = False) -> ModelError | None:
                 "; or the batch numbers its own rows, as the edges of graphs do: a micro-batch has "
                 "some of them, so give each graph as a row, and number its nodes from 0"
             )
-        return ModelError(told, hint=hint)
+        return ModelError(message, hint=hint)
     if dtypes_differ(error):
         cast = "cast what `inputs` gives, or where the two meet: x.to(self.weight.dtype)"
-        return ModelError(told, hint=cast)
+        return ModelError(message, hint=cast)
     if cpu and "not implemented for" in str(error):
-        return ModelError(told, hint="--precision fp32, or a cluster of GPUs that have the kernel")
+        return ModelError(
+            message, hint="--precision fp32, or a cluster of GPUs that have the kernel"
+        )
     if "modified by an inplace operation" in str(error):
         return written_over(str(error).partition(" Hint:")[0])
     return None
@@ -124,7 +126,7 @@ def on_every_rank(error: Exception, *, cpu: bool = False) -> ModelError | None:
 def fails_by_itself(error: Exception) -> ModelError:
     """The error for a model that plain PyTorch cannot train on a batch, from its exception."""
     return on_every_rank(error, cpu=True) or ModelError(
-        f"{_at(error)}in plain PyTorch too the model raises {_told(error)}",
+        f"{_at(error)}in plain PyTorch too the model raises {_message(error)}",
         hint="does a step of it go well in one process, on all rows of inputs(batch size)?",
     )
 
@@ -172,7 +174,7 @@ def in_a_trace(error: Exception, loss: Callable[..., Any] | None) -> CaptureErro
         )
     whose = "loss(outputs, batch)" if _passes(error, loss) else "the model"
     return Uncaptured(
-        f"{_at(error)}{whose} cannot be captured: {_told(error)}",
+        f"{_at(error)}{whose} cannot be captured: {_message(error)}",
         hint="while a model is captured its tensors have shapes and no values: nothing outside "
         "torch can compute with them",
         lines=True,
@@ -234,9 +236,9 @@ def line_that_fixes_rows(run: Callable[[], object]) -> tuple[str, Sequence[Frame
         logging.disable(silenced)
         log.setLevel(before[0])
         log.propagate, log.disabled, log.handlers = before[1:]
-    for wanted in _FIXING:
-        for words, place, frames in conditions.found:
-            if wanted.match(words) and "suppressed" not in words and place:
+    for pattern in _FIXING:
+        for condition, place, frames in conditions.found:
+            if pattern.match(condition) and "suppressed" not in condition and place:
                 return place, frames
     return "", ()
 
@@ -250,7 +252,7 @@ _FIXING = tuple(
 def reason(error: Exception) -> str:
     """An exception's message as one line, with the user's place."""
     place = user_lines.of_error(error)
-    return _told(error) + (f" at {place}" if place else "")
+    return _message(error) + (f" at {place}" if place else "")
 
 
 _SIZES = "torch.fx.experimental.symbolic_shapes"
@@ -258,8 +260,8 @@ _SIZES = "torch.fx.experimental.symbolic_shapes"
 
 
 def _passes(error: Exception, function: Callable[..., Any] | None) -> bool:
-    own = type(function).forward if isinstance(function, nn.Module) else function
-    code = getattr(own, "__code__", None)
+    called = type(function).forward if isinstance(function, nn.Module) else function
+    code = getattr(called, "__code__", None)
     frames: Iterable[Any] = traceback.walk_tb(error.__traceback__)
     return code is not None and any(frame.f_code is code for frame, _ in frames)
 
@@ -269,6 +271,6 @@ def _at(error: Exception) -> str:
     return f"{place}: " if place else ""
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -50,9 +50,9 @@ def lengthened(specs: Sequence[InputSpec], length: int) -> list[InputSpec]:
     """The description of a batch with `s` in place of its sequence dims of size `length`."""
 
     def entry(spec: InputSpec, number: int, size: int | str) -> int | str:
-        behind = spec.batch_dim is not None and number == spec.batch_dim + 1
-        whole = spec.dtype == "bool" or spec.low is not None
-        return str(SEQUENCE) if size == length and (whole or behind) else size
+        follows_rows = spec.batch_dim is not None and number == spec.batch_dim + 1
+        integral = spec.dtype == "bool" or spec.low is not None
+        return str(SEQUENCE) if size == length and (integral or follows_rows) else size
 
     return [
         replace(spec, shape=tuple(entry(spec, n, size) for n, size in enumerate(spec.shape)))

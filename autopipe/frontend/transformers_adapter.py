@@ -136,8 +136,8 @@ def initialiser(model: nn.Module, path: str) -> Callable[[], object] | None:
         parts = path.split(".") if path else []
         paths = [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
         return lambda: [shared(model.get_submodule(each)) for each in paths]
-    own: object = getattr(model.get_submodule(path), "reset_parameters", None)
-    return own if callable(own) else None
+    reset: object = getattr(model.get_submodule(path), "reset_parameters", None)
+    return reset if callable(reset) else None
 
 
 WIDTHS = frozenset(
@@ -164,21 +164,21 @@ def narrowed(factory: Callable[[], nn.Module], divisor: int) -> nn.Module:
         library = importlib.import_module("transformers.modeling_utils")
     except ImportError:
         return factory()
-    whole: dict[int, tuple[Any, dict[str, int]]] = {}
+    originals: dict[int, tuple[Any, dict[str, int]]] = {}
     init = library.PreTrainedModel.__init__
 
     @wraps(init)  # transformers reads the signature for a docstring, and prints faults
     def build(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        _narrow(config, divisor, whole)  # in place: the class goes on with the same object
+        _narrow(config, divisor, originals)  # in place: the class goes on with the same object
         init(model, config, *args, **kwargs)
 
     library.PreTrainedModel.__init__ = build
     try:
         model = factory()
-        copies = {key: copy.deepcopy(config) for key, (config, _) in whole.items()}
+        copies = {key: copy.deepcopy(config) for key, (config, _) in originals.items()}
     finally:
         library.PreTrainedModel.__init__ = init
-        for config, entries in whole.values():
+        for config, entries in originals.values():
             vars(config).update(entries)
             vars(config).pop(_NARROWED, None)
     for module in model.modules():
@@ -193,17 +193,17 @@ _NARROWED = "autopipe_narrowed"
 """Marks a configuration whose widths have been divided: a model may go on with copies of it."""
 
 
-def _narrow(config: Any, divisor: int, whole: dict[int, tuple[Any, dict[str, int]]]) -> None:
+def _narrow(config: Any, divisor: int, originals: dict[int, tuple[Any, dict[str, int]]]) -> None:
     """Divide the widths of a configuration and of those inside it; each once."""
     if _NARROWED in vars(config):
         return
-    before = {k: v for k, v in vars(config).items() if k in WIDTHS and type(v) is int}
-    for name, width in before.items():
+    widths = {k: v for k, v in vars(config).items() if k in WIDTHS and type(v) is int}
+    for name, width in widths.items():
         if width % divisor:
             raise ModelError(f"{name} is {width}, which {divisor} does not divide")
-    whole[id(config)] = config, before
-    vars(config).update({name: width // divisor for name, width in before.items()})
+    originals[id(config)] = config, widths
+    vars(config).update({name: width // divisor for name, width in widths.items()})
     vars(config)[_NARROWED] = True
     for inner in [*vars(config).values()]:
         if type(inner).__name__.endswith("Config") and hasattr(inner, "__dict__"):
-            _narrow(inner, divisor, whole)
+            _narrow(inner, divisor, originals)

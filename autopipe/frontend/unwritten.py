@@ -67,7 +67,7 @@ def with_numbers(
             if _has_nan(parameter):
                 parameter.normal_(std=0.02)
                 if name in read:
-                    say(f"{_said(name)}; a run refuses that, but for one from --weights")
+                    say(f"{_never_written(name)}; a run refuses that, but for one from --weights")
     return model
 
 
@@ -79,7 +79,7 @@ def refuse(parameters: Mapping[str, Tensor]) -> None:
     """
     for name, parameter in parameters.items():
         if _has_nan(parameter):
-            raise ModelError(_said(name), hint=_HINT)
+            raise ModelError(_never_written(name), hint=_HINT)
 
 
 def refuse_again(model: nn.Module, skeleton: nn.Module) -> None:
@@ -116,9 +116,9 @@ def refuse_others(model: nn.Module, skeleton: nn.Module, seed: int) -> None:
         ModelError: names the first such attribute.
     """
     for path, module in skeleton.named_modules():
-        own = vars(model.get_submodule(path))
-        for name in vars(module).keys() - _TORCHS:
-            planned, found = _numbers(vars(module)[name]), _numbers(own.get(name))
+        attributes = vars(model.get_submodule(path))
+        for name in vars(module).keys() - _MODULE_ATTRIBUTES:
+            planned, found = _numbers(vars(module)[name]), _numbers(attributes.get(name))
             if len(planned) != len(found) or not all(map(_same, planned, found)):
                 raise ModelError(
                     f"model() computes {f'{path}.{name}'.strip('.')!r} from its weights, or draws "
@@ -133,23 +133,23 @@ def _numbers(value: object) -> list[int | float | Tensor]:
     if isinstance(value, dict):
         value = [*value.values()]
     if isinstance(value, list | tuple):
-        return [number for one in value for number in _numbers(one)]
+        return [number for item in value for number in _numbers(item)]
     return [value] if isinstance(value, int | float | Tensor) else []
 
 
 def _same(planned: int | float | Tensor, found: int | float | Tensor) -> bool:
     """Whether two values are equal; nan equals nan, and a fake tensor equals everything."""
-    one, other = torch.as_tensor(planned), torch.as_tensor(found)
-    if is_fake(one):
+    expected, actual = torch.as_tensor(planned), torch.as_tensor(found)
+    if is_fake(expected):
         return True
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
         return False
-    wide = torch.promote_types(one.dtype, torch.float64)  # bool and integers are compared too
-    one, other = one.to_dense().to(wide), other.to_dense().to(wide)
-    return torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
+    wide = torch.promote_types(expected.dtype, torch.float64)  # bool, integers are compared too
+    expected, actual = expected.to_dense().to(wide), actual.to_dense().to(wide)
+    return torch.allclose(expected, actual, 0.0, 0.0, equal_nan=True)
 
 
-def _said(name: str) -> str:
+def _never_written(name: str) -> str:
     """The sentence about a parameter that nobody has written."""
     return (
         f"model() makes the parameter {name!r} and writes no values into all of it, as by "
@@ -200,11 +200,11 @@ class OfWeights:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, Tensor] = {}  # by storage, which lives as long as this
+        self._wrong: dict[int, Tensor] = {}  # by storage, which lives as long as this
         self._drawn: dict[int, Tensor] = {}
-        self._early = False
+        self._skipped_draws = False
 
-    def noted(self, func: Any, args: Any, named: Mapping[str, Any], made: Any) -> Any:
+    def noted(self, func: Any, args: Any, named: Mapping[str, Any], result: Any) -> Any:
         """Note a call of torch, and return its result.
 
         Raises:
@@ -212,16 +212,16 @@ class OfWeights:
         """
         with no_function_modes():
             given = [*tensors_in((args, named))]
-            self._note_draws(func, named, given, made)
-            if func in (*_NEW, *_LIKE) or not any(is_fake(t) or self._has(t) for t in given):
-                return made
+            self._note_draws(func, named, given, result)
+            if func in (*_NEW, *_LIKE) or not any(is_fake(t) or self._is_wrong(t) for t in given):
+                return result
             if getattr(func, "__name__", "") in _READS and not any(map(is_fake, given)):
                 raise ValueError("it reads values that follow from those of a parameter")
             target = named.get("out", args[0] if args and _writes(func) else None)
-            for tensor in tensors_in((target, made)):
+            for tensor in tensors_in((target, result)):
                 if not is_fake(tensor):
-                    self._known[storage_key(tensor)] = tensor
-        return made
+                    self._wrong[storage_key(tensor)] = tensor
+        return result
 
     def _note_draws(
         self, func: Any, named: Mapping[str, Any], given: list[Tensor], made: Any
@@ -232,14 +232,14 @@ class OfWeights:
             raise ValueError("it reads numbers that are drawn after weights")
         draws = bool(_DRAWS.search(name)) and named.get("generator") is None
         if draws and any(map(is_fake, (*given, *tensors_in(made)))):
-            self._early = True
-        elif follows or (draws and self._early):
+            self._skipped_draws = True
+        elif follows or (draws and self._skipped_draws):
             written = given[:1] if _writes(func) else []
             for tensor in (*tensors_in(made), *written):
                 if not is_fake(tensor):
                     self._drawn[storage_key(tensor)] = tensor
 
-    def let_go(self, model: nn.Module, mode: Any) -> None:
+    def make_fake(self, model: nn.Module, mode: Any) -> None:
         """Make wrong tensors that a module keeps fake, like its parameters. Drawn buffers may stay.
 
         Raises:
@@ -247,21 +247,21 @@ class OfWeights:
         """
         for module in model.modules() if self._drawn else ():
             for name, value in vars(module).items():
-                if name not in _TORCHS and any(
+                if name not in _MODULE_ATTRIBUTES and any(
                     storage_key(t) in self._drawn for t in tensors_in(value) if not is_fake(t)
                 ):
                     raise ValueError(f"{name} is drawn after weights, and is no buffer")
-        for module in model.modules() if self._known else ():
+        for module in model.modules() if self._wrong else ():
             for name, value in [*vars(module).items(), *module.named_buffers(recurse=False)]:
-                if isinstance(value, Tensor) and self._has(value):
+                if isinstance(value, Tensor) and self._is_wrong(value):
                     with no_function_modes():
                         setattr(module, name, fake_like(mode, value.detach()))
-                elif name not in _TORCHS and any(map(self._has, tensors_in(value))):
+                elif name not in _MODULE_ATTRIBUTES and any(map(self._is_wrong, tensors_in(value))):
                     raise ValueError(f"{name} holds what it has made of parameters")
 
-    def _has(self, tensor: Tensor) -> bool:
-        known = bool(self._known) and not is_fake(tensor)
-        return known and storage_key(tensor) in self._known
+    def _is_wrong(self, tensor: Tensor) -> bool:
+        known = bool(self._wrong) and not is_fake(tensor)
+        return known and storage_key(tensor) in self._wrong
 
 
 def _writes(func: Any) -> bool:
@@ -293,5 +293,5 @@ _NEW = (
 _LIKE = torch.zeros_like, torch.ones_like, torch.full_like
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a property, says the stub
 
-_TORCHS = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """What every module has in its `__dict__`."""

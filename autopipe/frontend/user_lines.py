@@ -26,7 +26,7 @@ _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 
 
 @cache
-def _around() -> tuple[str, ...]:
+def _library_folders() -> tuple[str, ...]:
     """The folders of torch, and of the programs that call autopipe. None of them is imported: the
     command line starts without torch."""
     found = map(importlib.util.find_spec, ("torch", "typer", "click"))  # some typers have no click
@@ -38,7 +38,7 @@ def _is_users(filename: str) -> bool:
     """Whether a file belongs neither to torch nor to autopipe nor to libraries below them."""
     if filename.startswith("<") or (filename.startswith(_PYTHON) and not _is_installed(filename)):
         return False
-    return not filename.startswith((*_around(), _OURS))
+    return not filename.startswith((*_library_folders(), _OURS))
 
 
 def _is_installed(filename: str) -> bool:
@@ -94,7 +94,7 @@ def _called_at(frames: Iterable[traceback.FrameSummary]) -> str:
     """`, called at model.py:12 `x = self.net(x)``: the user's line that has called the library of
     the innermost frame; empty if that frame is in no library, or no user's line has called it.
     """
-    own: traceback.FrameSummary | None = None
+    caller: traceback.FrameSummary | None = None
     calling, library = True, False
     for frame in frames:
         if frame.filename.startswith(_OURS):
@@ -102,9 +102,9 @@ def _called_at(frames: Iterable[traceback.FrameSummary]) -> str:
         elif _is_users(frame.filename):
             library = _is_installed(frame.filename)
             if calling or not library:
-                own = None if library else frame
+                caller = None if library else frame
             calling = False
-    return f", called at {_with_text(own)}" if own is not None and library else ""
+    return f", called at {_with_text(caller)}" if caller is not None and library else ""
 
 
 def of_trace(stack_trace: str | None) -> str:
@@ -114,7 +114,7 @@ def of_trace(stack_trace: str | None) -> str:
     return users[-1] if users else ""
 
 
-_CALLED = {
+_SIGNATURES = {
     "model": "model()",
     "inputs": "inputs(batch_size)",
     "batches": "batches(batch_size), or batches(batch_size, shard, num_shards)",
@@ -125,7 +125,7 @@ _CALLED = {
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def as_model_errors(what: str) -> Iterator[None]:
     """Within, an error of the user's code becomes a `ModelError` of one sentence."""
     try:
         yield
@@ -140,15 +140,15 @@ def told(what: str) -> Iterator[None]:
     except Exception as error:  # the user's code may raise anything
         place, name = of_error(error), what.rpartition(" ")[2]
         hint = f"does {name}() go well by itself? --debug shows all calls"
-        if isinstance(error, TypeError) and not place and name in _CALLED:  # it has not begun
-            hint = f"it is called as {_CALLED[name]}"
+        if isinstance(error, TypeError) and not place and name in _SIGNATURES:  # it has not begun
+            hint = f"it is called as {_SIGNATURES[name]}"
         raise ModelError(
             f"{place + ': ' if place else ''}{what}() raised {type(error).__name__}: {error}",
             hint=hint,
         ) from error
 
 
-def ran(action: Callable[[], Any], what: str) -> Any:
+def run_module(action: Callable[[], Any], what: str) -> Any:
     """The result of an action that runs a user's file as a module.
 
     Raises:

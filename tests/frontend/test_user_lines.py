@@ -97,4 +97,4 @@ def test_a_file_that_is_no_python(source: bytes, sentence: str, tmp_path: Path) 
     path = tmp_path / "net.py"
     path.write_bytes(source)
     with pytest.raises(ModelError, match=sentence.format(path=path)):
-        user_lines.ran(lambda: compile(path.read_bytes(), str(path), "exec"), str(path))
+        user_lines.run_module(lambda: compile(path.read_bytes(), str(path), "exec"), str(path))
