@@ -106,7 +106,7 @@ def lacks(folder: Path, model: Callable[[], nn.Module]) -> bool:
         try:
             with safe_open(str(path), framework="pt") as file:
                 stored |= {*file.keys()}
-        except SafetensorError:  # no weights at all, which is told where they are read
+        except SafetensorError:  # no weights at all: an error where they are read
             return False
     names: dict[int, set[str]] = {}
     for name, tensor in build_fake(model).state_dict(keep_vars=True).items():

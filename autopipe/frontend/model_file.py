@@ -113,7 +113,7 @@ class ModelFile:
         if self.batch_size not in (None, rows):
             found.append(
                 f"{self.source}: batch_size is {self.batch_size}, and the plan is for {rows} rows: "
-                f"batches of {rows} rows are asked for"
+                f"a run takes batches of {rows} rows"
             )
         if plan.optimizer == CUSTOM and self.optimizer is None:
             found.append(

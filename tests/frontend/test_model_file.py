@@ -95,10 +95,7 @@ def test_batches_that_are_no_list(batches: str, found: str) -> None:
         (
             "batch_size = 6\n",
             "adamw",
-            [
-                "net.py: batch_size is 6, and the plan is for 4 rows: batches of 4 rows are asked "
-                "for"
-            ],
+            ["net.py: batch_size is 6, and the plan is for 4 rows: a run takes batches of 4 rows"],
         ),
         (
             "",
