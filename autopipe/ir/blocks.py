@@ -142,8 +142,8 @@ def _structure(graph: Graph, path: str, first: int, stop: int) -> str:
     digest = hashlib.sha256()
     for node in graph.nodes[first:stop]:
         kwargs = ",".join(f"{k}={relative(a)}" for k, a in sorted(node.kwargs.items()))
-        made = ",".join(str(output) for output in node.outputs)
-        digest.update(f"{node.op}({relative(node.args)},{kwargs})->{made};".encode())
+        outputs = ",".join(str(output) for output in node.outputs)
+        digest.update(f"{node.op}({relative(node.args)},{kwargs})->{outputs};".encode())
     return digest.hexdigest()
 
 

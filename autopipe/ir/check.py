@@ -94,23 +94,23 @@ def broken(graph: Graph) -> Findings:
     yield from _broken_states(graph)
     seen: dict[str, Node] = {}
     for node in graph.nodes:
-        told = f"node {node.name!r}"
+        subject = f"node {node.name!r}"
         if node.name in seen:
             yield f"two nodes have the name {node.name!r}", node.place
         if not node.packed and len(node.outputs) != 1:
-            yield f"{told} is not packed and has {len(node.outputs)} outputs", node.place
+            yield f"{subject} is not packed and has {len(node.outputs)} outputs", node.place
         for value in node.values():
             wrong = _broken_value(graph, seen, value)
             if wrong:
-                yield f"{told} reads {value}, {wrong}", node.place
+                yield f"{subject} reads {value}, {wrong}", node.place
         for spec in node.outputs:
             strange = _strange_symbols(spec) if spec is not None else ""
             if strange:
-                yield f"{told} makes {spec}, of a size in {strange}", node.place
+                yield f"{subject} makes {spec}, of a size in {strange}", node.place
         seen[node.name] = node
         wrong = _broken_shapes(graph, node)
         if wrong:
-            yield f"{told} {wrong}", node.place
+            yield f"{subject} {wrong}", node.place
     for value in values_in(graph.outputs):
         wrong = _broken_value(graph, seen, value)
         if wrong:
@@ -153,10 +153,10 @@ def _broken_shapes(graph: Graph, node: Node) -> str:
     """How a node's outputs differ from its op's real outputs; empty if equal or unknown."""
     if not node.op.startswith("aten."):
         return ""
-    made = _made(graph, node)
-    if isinstance(made, str):
-        return f"cannot run on its operands: {made}"
-    for number, (spec, look) in enumerate(zip(node.outputs, made, strict=False)):
+    actual = _actual_outputs(graph, node)
+    if isinstance(actual, str):
+        return f"cannot run on its operands: {actual}"
+    for number, (spec, look) in enumerate(zip(node.outputs, actual, strict=False)):
         if spec is not None and look is not None and _look(spec) != look:
             shape, dtype = look
             return (
@@ -178,18 +178,18 @@ _known: dict[Hashable, tuple[Look, ...] | str] = {}
 """The outputs of an op by its arguments' specs, cached: layers repeat, and so do tests' models."""
 
 
-def _made(graph: Graph, node: Node) -> tuple[Look, ...] | str:
+def _actual_outputs(graph: Graph, node: Node) -> tuple[Look, ...] | str:
     """The op's outputs at `ROWS` and `LENGTH`, or the error that it raises."""
 
-    def told(arg: Arg) -> Hashable:
+    def key_of(arg: Arg) -> Hashable:
         if isinstance(arg, Value):
             return "tensor", _look(graph.spec(arg))
         if isinstance(arg, tuple):
-            return tuple(map(told, arg))
+            return tuple(map(key_of, arg))
         return type(arg), arg  # 1 is not 1.0
 
-    kwargs = tuple((key, told(arg)) for key, arg in node.kwargs.items())
-    key = node.op, told(node.args), kwargs, node.autocast
+    kwargs = tuple((key, key_of(arg)) for key, arg in node.kwargs.items())
+    key = node.op, key_of(node.args), kwargs, node.autocast
     if key not in _known:
         _known[key] = _run(graph, node)
     return _known[key]
@@ -213,7 +213,7 @@ def _run(graph: Graph, node: Node) -> tuple[Look, ...] | str:
         kwargs = {key: given(arg) for key, arg in node.kwargs.items()}
         op: Callable[..., Any] = resolve(node.op)
         try:
-            found = op(*args, **kwargs)
+            result = op(*args, **kwargs)
         except (
             DataDependentOutputException,
             DynamicOutputShapeException,
@@ -222,7 +222,7 @@ def _run(graph: Graph, node: Node) -> tuple[Look, ...] | str:
             return ()
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             return str(error).splitlines()[0]
-    parts = found if isinstance(found, list | tuple) else (found,)
+    parts = result if isinstance(result, list | tuple) else (result,)
     return tuple(
         (tuple(part.shape), part.dtype) if isinstance(part, torch.Tensor) else None
         for part in parts

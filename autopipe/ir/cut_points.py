@@ -59,8 +59,8 @@ def find_units(
     if len(cuts) >= most:
         stretch = -(-len(cuts) // (most - 1))
         kept = {narrowest(cuts[i : i + stretch]) for i in range(0, len(cuts), stretch)}
-        whole = beginnings.intersection(cuts)
-        cuts = sorted(kept | whole if len(whole) <= 2 * most else kept)
+        block_cuts = beginnings.intersection(cuts)
+        cuts = sorted(kept | block_cuts if len(block_cuts) <= 2 * most else kept)
     missing = at_least - 1 - len(cuts)
     if missing > 0:
         others = sorted(set(legal) - set(cuts), key=lambda cut: (width[cut], cut))

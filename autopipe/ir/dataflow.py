@@ -105,8 +105,8 @@ def analyse(graph: Graph) -> Dataflow:
         written = written_by(node)
         shared = written if written and views(op) else _shared(node, op)
         for number in range(len(node.outputs)):
-            made = Ref(node.name, number)
-            root[made] = root[shared[min(number, len(shared) - 1)]] if shared else made
+            result = Ref(node.name, number)
+            root[result] = root[shared[min(number, len(shared) - 1)]] if shared else result
         before.append(tuple({p for v in read for p in writers[root[v]]}))
         for value in written:
             writers[root[value]].append(position)
@@ -226,18 +226,18 @@ def gradient_values(graph: Graph) -> frozenset[Ref | State]:
     for node in graph.nodes:
         if not node.grad or node.op in (READ_OP, "aten.detach.default"):
             continue
-        made = [
+        results = [
             Ref(node.name, number)
             for number, spec in enumerate(node.outputs)
             if spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex)
         ]
         if any(value in carrying for value in node.values()):
-            carrying.update(made)
+            carrying.update(results)
             for value in values_in(
                 tuple(written_arguments(resolve(node.op), node.args, node.kwargs))
             ):
                 carrying.update(views_of[flow.root[value]])
-        for value in made:
+        for value in results:
             if flow.root[value] in flow.writers:
                 views_of[flow.root[value]].append(value)
     return frozenset(carrying)
@@ -280,11 +280,11 @@ def rewritten_reads(graph: Graph) -> Mapping[str, frozenset[Value]]:
             Ref(node.name, number) in carrying for number in range(len(node.outputs))
         ):
             continue
-        own = {flow.root[value] for value in written_by(node)}
+        writes = {flow.root[value] for value in written_by(node)}
         read = frozenset(
             value
             for value in node.values()
-            if (root := flow.root[value]) in written - own and flow.writers[root][0] < position
+            if (root := flow.root[value]) in written - writes and flow.writers[root][0] < position
         )
         if read:
             found[node.name] = read
@@ -300,13 +300,13 @@ def statistics(flow: Dataflow, positions: Sequence[int], home: str) -> frozenset
     Args:
         home: what the names of the states begin with, in whose module the nodes stand.
     """
-    own = set(positions)
+    inside = set(positions)
     reached: set[State] = set()
     for root, writers in flow.writers.items():
-        if not isinstance(root, State) or not root.name.startswith(home) or not own >= {*writers}:
+        if not isinstance(root, State) or not root.name.startswith(home) or {*writers} - inside:
             continue
         readers = {p for v, users in flow.users.items() if flow.root[v] == root for p in users}
-        if all(_only_writes(flow, p, root) for p in readers & own):
+        if all(_only_writes(flow, p, root) for p in readers & inside):
             reached.add(root)
     return frozenset(reached)
 
@@ -319,8 +319,8 @@ def _only_writes(flow: Dataflow, position: int, state: State) -> bool:
             *values_in(tuple(arguments(node)[name] for name in ("input", "weight", "bias")))
         ]
         return all(flow.root[value] != state for value in computed)
-    made = [Ref(node.name, n) for n, spec in enumerate(node.outputs) if spec is not None]
-    return bool(made) and all(flow.root[value] == state for value in made)
+    results = [Ref(node.name, n) for n, spec in enumerate(node.outputs) if spec is not None]
+    return bool(results) and all(flow.root[value] == state for value in results)
 
 
 def obstacle(flow: Dataflow, positions: Sequence[int], home: str | None = None) -> str | None:

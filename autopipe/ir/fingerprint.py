@@ -27,18 +27,18 @@ def lines(graph: Graph, twin: Graph | None = None) -> list[str]:
             that differs between the two depends on the batch.
     """
     if twin is None:
-        return _own(graph)
-    mine, other = list(_lines(graph)), list(_lines(twin))
-    if len(mine) != len(other):
-        other = mine  # different graphs: nothing can be told about the batch
+        return _lines_alone(graph)
+    mine, theirs = list(_lines(graph)), list(_lines(twin))
+    if len(mine) != len(theirs):
+        theirs = mine  # different graphs: nothing can be said about the batch
     return [
-        "".join(_text(a) if a == b else _BATCH for a, b in zip(line, there, strict=False))
-        for line, there in zip(mine, other, strict=True)
+        "".join(_text(a) if a == b else _BATCH for a, b in zip(line, twin_line, strict=False))
+        for line, twin_line in zip(mine, theirs, strict=True)
     ]
 
 
 @once
-def _own(graph: Graph) -> list[str]:
+def _lines_alone(graph: Graph) -> list[str]:
     return ["".join(map(_text, line)) for line in _lines(graph)]
 
 

@@ -144,8 +144,8 @@ class Node:
     def __str__(self) -> str:
         words = [*map(dtypes.text_of, self.args)]
         words += [f"{key}={dtypes.text_of(arg)}" for key, arg in self.kwargs.items()]
-        made = ", ".join(str(s) for s in self.outputs)
-        return f"{self.name} = {self.op}({', '.join(words)}) -> {made}"
+        outputs = ", ".join(str(s) for s in self.outputs)
+        return f"{self.name} = {self.op}({', '.join(words)}) -> {outputs}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,7 @@ def of_nodes(graph: Graph, nodes: tuple[Node, ...], outputs: tuple[Arg, ...]) ->
         states={name: state for name, state in graph.states.items() if name in read},
         nodes=nodes,
         outputs=outputs,
-        constants={name: own for name, own in graph.constants.items() if name in read},
+        constants={name: tensor for name, tensor in graph.constants.items() if name in read},
     )
 
 

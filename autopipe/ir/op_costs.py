@@ -285,30 +285,30 @@ def _in_parts(cost: NodeCost, graph: Graph, node: Node) -> NodeCost:
 
 
 def _whole_cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> NodeCost:
-    made = [spec for spec in node.outputs if spec is not None]
-    dtype = made[0].dtype if made else torch.float32
+    results = [spec for spec in node.outputs if spec is not None]
+    dtype = results[0].dtype if results else torch.float32
     nothing = sympy.Integer(0)
-    if not made or views(resolve(node.op)) and not node.short.endswith("_"):
+    if not results or views(resolve(node.op)) and not node.short.endswith("_"):
         back = int(any(Ref(node.name, n) in carrying for n in range(len(node.outputs))))
         return NodeCost(nothing, nothing, nothing, nothing, (1, back), dtype)
     values = list(values_in((node.args, tuple(node.kwargs.values()))))
     operands = [graph.spec(value) for value in values]
     formula = RULES.get(node.short)
-    flops = formula(node, operands, made[0]) if formula else _touched(node, operands, made[0])
-    dims, kernel = _dims(node.short, operands, made[0]), _kernel(node, operands)
-    written = sum((spec.bytes for spec in made), nothing)
+    flops = formula(node, operands, results[0]) if formula else _touched(node, operands, results[0])
+    dims, kernel = _dims(node.short, operands, results[0]), _kernel(node, operands)
+    written = sum((spec.bytes for spec in results), nothing)
     read = sum((spec.bytes for spec in operands), nothing)
     if node.op == "aten.embedding.default":
-        read = made[0].bytes  # only the rows that are looked up
-    wanted = [spec for v, spec in zip(values, operands, strict=True) if v in carrying]
+        read = results[0].bytes  # only the rows that are looked up
+    carried = [spec for v, spec in zip(values, operands, strict=True) if v in carrying]
     # A product of complex numbers is four of real ones.
     ahead = flops * (4 if dtype.is_complex else 1) if formula else nothing
     if not any(Ref(node.name, n) in carrying for n in range(len(node.outputs))):
         return NodeCost(
             flops, read + written, nothing, nothing, (1, 0), dtype, dims, kernel, model_flops=ahead
         )
-    gradients = sum((spec.bytes for spec in wanted), nothing)
-    matrices = min(2, sum(len(spec.shape) > 1 for spec in wanted)) if formula else 1
+    gradients = sum((spec.bytes for spec in carried), nothing)
+    matrices = min(2, sum(len(spec.shape) > 1 for spec in carried)) if formula else 1
     if node.op.startswith("aten.scaled_dot_product"):
         # dV, dP, dQ, dK and the scores again: 5 matmuls against 2 (FlashAttention-2, section 3.1).
         back_flops = flops * sympy.Rational(5, 2)
@@ -316,13 +316,13 @@ def _whole_cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> N
         back_flops = flops * matrices
     trained = [graph.states[v.name] for v in {*values} if isinstance(v, State) and v in carrying]
     cast = [state for state in trained if state.summed != state.spec]
-    own = arguments(node)["launches"] if node.op == REGION_OP else None
+    launches = arguments(node)["launches"] if node.op == REGION_OP else None
     return NodeCost(
         flops,
         read + written,
         back_flops,
         written + read + gradients,
-        (1, len(wanted)) if own is None else (own, own),
+        (1, len(carried)) if launches is None else (launches, launches),
         dtype,
         dims,
         kernel,

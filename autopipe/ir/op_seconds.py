@@ -143,14 +143,16 @@ def roofs(
     shares = np.array([_share(cost.dims, device.half) for cost in formulas], object)
     paces = _paces(formulas, dtypes, device, rates, rates * shares)
     found = []
-    for cost, there, there_rate, back, back_rate in zip(formulas, *paces, strict=True):
+    for cost, forward_start, forward_rate, backward_start, backward_rate in zip(
+        formulas, *paces, strict=True
+    ):
         ways = (
-            (cost.forward_flops / there_rate, cost.forward_bytes, cost.passes[0], there),
+            (cost.forward_flops / forward_rate, cost.forward_bytes, cost.passes[0], forward_start),
             (
-                cost.backward_flops / back_rate,
+                cost.backward_flops / backward_rate,
                 cost.backward_bytes,
                 cost.passes[1] + _added(cost),
-                back,
+                backward_start,
             ),
         )
         forward, backward = (
@@ -245,7 +247,7 @@ def _paces(
     found = []
     for way in (0, 1):
         starts = np.array([cost.launches[way] * device.launch for cost in formulas])
-        own = matmuls.copy()
+        node_rates = matmuls.copy()
         for number, cost in enumerate(formulas):
             kernel, in_dtype = measured[number]
             if kernel is None or not cost.launches[way]:
@@ -253,22 +255,24 @@ def _paces(
             pace = kernel.backward if way else kernel.forward
             starts[number] = pace.start
             if pace.rate and in_dtype:
-                own[number] = pace.rate
+                node_rates[number] = pace.rate
             elif pace.rate and cost.dims:
-                own[number] = pace.rate * rates[number] / device.flops.get("fp32", rates[number])
+                node_rates[number] = (
+                    pace.rate * rates[number] / device.flops.get("fp32", rates[number])
+                )
             elif pace.rate:
-                own[number] = pace.rate * min(1.0, 4 / cost.dtype.itemsize)
+                node_rates[number] = pace.rate * min(1.0, 4 / cost.dtype.itemsize)
         if way:
             starts += [cost.casts[0] * device.launch for cost in formulas]
-        found += [starts, own]
+        found += [starts, node_rates]
     return tuple(found)
 
 
 def _measured(device: Device, cost: NodeCost, dtype: torch.dtype) -> tuple[Kernel | None, bool]:
     """The measured pace of a node's kernel, and whether it is one of another dtype than fp32."""
-    own = kernel_in(cost.kernel, rate_name(dtype))
-    if own != cost.kernel and own in device.kernels:
-        return device.kernels[own], True
+    name = kernel_in(cost.kernel, rate_name(dtype))
+    if name != cost.kernel and name in device.kernels:
+        return device.kernels[name], True
     return device.kernels.get(cost.kernel), False
 
 

@@ -158,10 +158,10 @@ def _on_ones(op: Callable[..., Any], low: torch.dtype | None, described: tuple[A
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _same), _Asked() as asked:
-            made = op(*args)
+            result = op(*args)
         # A result may lie in an operand.
         positions: dict[int, int] = {}
-        for position, tensor in enumerate(tensors_in((args, made))):
+        for position, tensor in enumerate(tensors_in((args, result))):
             positions.setdefault(storage_key(tensor), position)
     saved = sorted(positions[key] for key in kept if key in positions)
     rest = sum(size for key, size in kept.items() if key not in positions)

@@ -153,9 +153,9 @@ def partition(flow: Dataflow, cuts: Sequence[int]) -> tuple[Stage, ...]:
         if index == len(needed) - 1:
             reads += values_in(graph.outputs)
         sends = [
-            (value, other)
-            for other in range(index + 1, len(needed))
-            for value, source in received[other]
+            (value, target)
+            for target in range(index + 1, len(needed))
+            for value, source in received[target]
             if source == index
         ]
         copied = frozenset(
@@ -187,22 +187,22 @@ def _needed(
     graph = flow.graph
     first, stop = bounds[index], bounds[index + 1]
     pending = [p for p in range(first, stop) if not flow.local[p]]
-    wanted: list[Value] = []
+    outputs: list[Value] = []
     if index == len(bounds) - 2:
-        wanted = list(values_in(graph.outputs))
+        outputs = list(values_in(graph.outputs))
     positions: set[int] = set()
     received: dict[Ref, int] = {}
 
     def need(value: Value) -> None:
         if not isinstance(value, Ref):
             return
-        made = flow.position(value)
-        if flow.local[made]:
-            pending.append(made)
-        elif made < first:
-            received[value] = bisect_right(bounds, made) - 1
+        maker = flow.position(value)
+        if flow.local[maker]:
+            pending.append(maker)
+        elif maker < first:
+            received[value] = bisect_right(bounds, maker) - 1
 
-    for value in wanted:
+    for value in outputs:
         need(value)
     while pending:
         position = pending.pop()
@@ -229,20 +229,20 @@ def in_turns(stages: Sequence[Stage], turns: Sequence[int]) -> tuple[Stage, ...]
         return tuple(stages)
     firsts = [0, *accumulate(turns)]
 
-    def met(own: int, of: int, other: int) -> list[int]:
-        """The entries of stage `other` that share a micro-batch with the own-th of `of`."""
-        divisor = math.gcd(of, turns[other])
-        return [firsts[other] + i for i in range(turns[other]) if (i - own) % divisor == 0]
+    def partners(rank: int, ranks: int, other: int) -> list[int]:
+        """The entries of stage `other` that share a micro-batch with the rank-th of `ranks`."""
+        divisor = math.gcd(ranks, turns[other])
+        return [firsts[other] + i for i in range(turns[other]) if (i - rank) % divisor == 0]
 
     return tuple(
         replace(
             stage,
-            index=firsts[stage.index] + own,
-            receives=tuple((ref, i) for ref, s in stage.receives for i in met(own, of, s)),
-            sends=tuple((ref, i) for ref, s in stage.sends for i in met(own, of, s)),
+            index=firsts[stage.index] + rank,
+            receives=tuple((ref, i) for ref, s in stage.receives for i in partners(rank, ranks, s)),
+            sends=tuple((ref, i) for ref, s in stage.sends for i in partners(rank, ranks, s)),
         )
-        for stage, of in zip(stages, turns, strict=True)
-        for own in range(of)
+        for stage, ranks in zip(stages, turns, strict=True)
+        for rank in range(ranks)
     )
 
 
@@ -280,24 +280,24 @@ def broken(graph: Graph, stages: Sequence[Stage]) -> check.Findings:
         missing = graph.nodes[min(set(range(len(graph.nodes))) - run)]
         yield f"no stage runs node {missing.name!r}", missing.place
     for stage in stages:
-        told = f"stage {stage.index}"
+        subject = f"stage {stage.index}"
         for name in stage.states:
             if name not in graph.states:
-                yield f"{told} has {name!r}, which is no state", ""
+                yield f"{subject} has {name!r}, which is no state", ""
         for path in stage.inputs:
             if path not in graph.inputs:
-                yield f"{told} has {path!r}, which is no input", ""
+                yield f"{subject} has {path!r}, which is no input", ""
         for ref, source in stage.receives:
             if (ref, stage.index) not in stages[source].sends:
-                yield f"{told} receives {ref}, which stage {source} does not send it", ""
+                yield f"{subject} receives {ref}, which stage {source} does not send it", ""
         for ref, target in stage.sends:
             if (ref, stage.index) not in stages[target].receives:
-                yield f"{told} sends {ref}, which stage {target} does not receive", ""
+                yield f"{subject} sends {ref}, which stage {target} does not receive", ""
         at_hand: set[Value] = {value for value, _ in stage.receives}
         at_hand |= {State(name) for name in stage.states}
         at_hand |= {Input(path) for path in stage.inputs}
         for node in (graph.nodes[position] for position in stage.nodes):
             for value in node.values():
                 if value not in at_hand:
-                    yield f"{told} runs node {node.name!r} without {value}", node.place
+                    yield f"{subject} runs node {node.name!r} without {value}", node.place
             at_hand.update(Ref(node.name, number) for number in range(len(node.outputs)))

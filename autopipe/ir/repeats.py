@@ -107,7 +107,7 @@ class Short:
         """
         found = [seen]
         for run in self.runs:
-            found = [whole for storage in found for whole in storage_along(storage, run)]
+            found = [extended for storage in found for extended in storage_along(storage, run)]
         return found
 
 
@@ -129,10 +129,9 @@ def storage_along(storage: Storage, run: Run) -> list[Storage]:
 
         def change(position: int) -> int:
             number = run.group(position)
-            to = number if number is None else groups.get(number, number)
-            return (
-                position if to is None or number is None else position + (to - number) * run.length
-            )
+            if number is None:
+                return position
+            return position + (groups.get(number, number) - number) * run.length
 
         return Storage(change(storage.made), tuple(map(change, storage.savers)))
 
@@ -151,12 +150,12 @@ def storage_along(storage: Storage, run: Run) -> list[Storage]:
             for number in (0, 1)
         ]
         if offsets[0] == offsets[1]:
-            more = [
+            added = [
                 run.first + number * run.length + offset
                 for number in between
                 for offset in offsets[1]
             ]
-            return [Storage(storage.made, tuple(sorted({*storage.savers, *more})))]
+            return [Storage(storage.made, tuple(sorted({*storage.savers, *added})))]
     raise Uneven
 
 
@@ -195,13 +194,16 @@ def leave_out(graph: Graph, runs: Sequence[Run]) -> Short:
             like[begin : begin + run.length] = np.arange(standing, standing + run.length)
         gone[standing + run.length : stop] = True
         for offset in range(run.length):
-            mine, other = graph.nodes[stop - run.length + offset], graph.nodes[standing + offset]
-            for output in range(len(mine.outputs)):
-                instead[Ref(mine.name, output)] = Ref(other.name, output)
+            last, kept_node = (
+                graph.nodes[stop - run.length + offset],
+                graph.nodes[standing + offset],
+            )
+            for output in range(len(last.outputs)):
+                instead[Ref(last.name, output)] = Ref(kept_node.name, output)
         for place, path in enumerate(run.paths[run.kept - 2]):
-            own = [name for name in graph.states if name.startswith(f"{path}.")]
+            names = [name for name in graph.states if name.startswith(f"{path}.")]
             for paths in run.paths[run.kept - 1 : -1]:
-                states.update({paths[place] + name.removeprefix(path): name for name in own})
+                states.update({paths[place] + name.removeprefix(path): name for name in names})
     kept = np.flatnonzero(~gone)
     places = np.cumsum(~gone) - 1
     nodes = tuple(graph.nodes[position].reading(instead) for position in kept)

@@ -53,30 +53,30 @@ def kind_of(
     numbers: dict[str, int] = {}
     home = ""
 
-    def told(arg: Arg) -> Hashable:
+    def key_of(arg: Arg) -> Hashable:
         if isinstance(arg, State):
             return places[arg], bool(home) and arg.name.startswith(home)
         if isinstance(arg, Value):
             return places[arg]
         if isinstance(arg, tuple):
-            return tuple(told(item) for item in arg)
+            return tuple(key_of(item) for item in arg)
         return type(arg), arg  # 1 is not 1.0
 
-    made: list[Hashable] = []
+    ops: list[Hashable] = []
     for position in stage.nodes:
         node = graph.nodes[position]
         block = owner.get(position)
         home = block.prefix if block else ""
         inside = block and (numbers.setdefault(block.path, len(numbers)), block.path in recompute)
-        kwargs = tuple((key, told(arg)) for key, arg in sorted(node.kwargs.items()))
+        kwargs = tuple((key, key_of(arg)) for key, arg in sorted(node.kwargs.items()))
         again = node.name in recompute
-        around = node.outputs, node.packed, node.grad, node.autocast, inside, again
-        made.append((node.op, told(node.args), kwargs, around))
+        settings = node.outputs, node.packed, node.grad, node.autocast, inside, again
+        ops.append((node.op, key_of(node.args), kwargs, settings))
         for number in range(len(node.outputs)):
-            places[Ref(node.name, number)] = (len(made) - 1, number)
+            places[Ref(node.name, number)] = (len(ops) - 1, number)
     home = ""
-    results = tuple(told(output) for output in graph.outputs) if last else None
-    return tuple(made), tuple(places[ref] for ref in stage.outgoing), results, len(stage.states)
+    results = tuple(key_of(output) for output in graph.outputs) if last else None
+    return tuple(ops), tuple(places[ref] for ref in stage.outgoing), results, len(stage.states)
 
 
 class Forms:
@@ -180,11 +180,11 @@ def _row_at(
 
     best, groups = 0, 0
     for period in range(1, (len(blocks) - start) // LEAST + 1):
-        more = (
+        repeats = (
             marks[place][0] is not None and marks[place] == marks[place - period]
             for place in range(start + period + 1, len(blocks))
         )
-        count = (period + 1 + len(list(takewhile(bool, more)))) // period
+        count = (period + 1 + len(list(takewhile(bool, repeats)))) // period
         if (count - KEPT) * period > (groups - KEPT) * best and as_first(start + period):
             best, groups = period, count
     if not best:
@@ -210,9 +210,9 @@ def _form(
     home = block.prefix
     known: dict[Value, Hashable] = {}
 
-    def told(arg: Arg) -> Hashable:
+    def key_of(arg: Arg) -> Hashable:
         if isinstance(arg, tuple):
-            return tuple(told(item) for item in arg)
+            return tuple(key_of(item) for item in arg)
         if not isinstance(arg, Value):
             return type(arg), arg  # 1 is not 1.0
         if arg not in known:
@@ -233,14 +233,14 @@ def _form(
             return value.name.removeprefix(home), *look
         return value
 
-    made: list[Hashable] = []
+    ops: list[Hashable] = []
     try:
         for position in range(first, block.stop):
             node = graph.nodes[position]
             back = tuple(Ref(node.name, n) in carrying for n in range(len(node.outputs)))
-            kwargs = tuple((key, told(arg)) for key, arg in sorted(node.kwargs.items()))
-            around = node.outputs, node.packed, node.grad, node.autocast, flow.local[position]
-            made.append((node.op, told(node.args), kwargs, around, back))
+            kwargs = tuple((key, key_of(arg)) for key, arg in sorted(node.kwargs.items()))
+            settings = node.outputs, node.packed, node.grad, node.autocast, flow.local[position]
+            ops.append((node.op, key_of(node.args), kwargs, settings, back))
     except _Shared:
         return None
-    return tuple(made)
+    return tuple(ops)

@@ -78,11 +78,13 @@ def _collect_tensors(tree: object, found: list[torch.Tensor]) -> None:
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """What code has set on a tensor, real or fake: `self.weight.scale = 2`."""
-    return {name: value for name, value in vars(tensor).items() if name not in _own_of_fakes()}
+    return {
+        name: value for name, value in vars(tensor).items() if name not in _attributes_of_fakes()
+    }
 
 
 @cache
-def _own_of_fakes() -> frozenset[str]:
+def _attributes_of_fakes() -> frozenset[str]:
     fake = fake_like(fake_mode(), torch.nn.Parameter(torch.empty(0)))
     return frozenset(vars(fake)) | {"_is_param"}
 
@@ -123,20 +125,20 @@ class OwnData:
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The `.data` of a tensor: one without its gradient, which shares its memory."""
-        made = tensor.detach()
-        self._whose[made] = tensor
-        return made
+        data = tensor.detach()
+        self._whose[data] = tensor
+        return data
 
-    def noted(self, func: Any, args: Sequence[Any], made: Any) -> Any:
+    def noted(self, func: Any, args: Sequence[Any], result: Any) -> Any:
         """What a call of torch gave."""
         given = args[0] if args and getattr(func, "__name__", "") in _AS_IT_IS else None
         known = isinstance(given, torch.Tensor) and given in self._whose
         whose = self._whose[given] if known else None
-        if not isinstance(made, torch.Tensor):  # `x.data.type()` is a word
-            return made
-        if whose is not None and (made.dtype, made.device) == (whose.dtype, whose.device):
-            self._whose[made] = whose
-        return made
+        if not isinstance(result, torch.Tensor):  # `x.data.type()` is a word
+            return result
+        if whose is not None and (result.dtype, result.device) == (whose.dtype, whose.device):
+            self._whose[result] = whose
+        return result
 
     def is_of(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether a value is the `.data` that a tensor has anyway."""
@@ -214,11 +216,11 @@ def _along(x: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> to
 
 def _kronecker(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     dims = max(x.dim(), other.dim())
-    one = [1] * (dims - x.dim()) + list(x.shape)
-    two = [1] * (dims - other.dim()) + list(other.shape)
-    each = x.reshape([n for size in one for n in (size, 1)])
-    product = each * other.reshape([n for size in two for n in (1, size)])
-    return product.reshape([a * b for a, b in zip(one, two, strict=True)])
+    shape = [1] * (dims - x.dim()) + list(x.shape)
+    other_shape = [1] * (dims - other.dim()) + list(other.shape)
+    each = x.reshape([n for size in shape for n in (size, 1)])
+    product = each * other.reshape([n for size in other_shape for n in (1, size)])
+    return product.reshape([a * b for a, b in zip(shape, other_shape, strict=True)])
 
 
 _WRITTEN_OUT: dict[str, Callable[..., torch.Tensor | None]] = {
@@ -242,15 +244,15 @@ def _in_even_parts(
     tensor, given, dim = (*args, *named.values(), 0)[:3]
     if "dim" in named:
         given, dim = next((n for k, n in named.items() if k != "dim"), given), named["dim"]
-    whole = tensor.shape[dim]
-    if not isinstance(whole, torch.SymInt) or not isinstance(given, int | torch.SymInt):
+    size = tensor.shape[dim]
+    if not isinstance(size, torch.SymInt) or not isinstance(given, int | torch.SymInt):
         return None
-    share = sympy.cancel(expression(whole) / _expression_of(given))
+    share = sympy.cancel(expression(size) / _expression_of(given))
     sizes: Any
     if func in (torch.split, torch.Tensor.split):
         sizes = [given] * int(share) if share.is_Integer else []
     else:
-        sizes = [whole // given] * int(given) if share.is_integer else []
+        sizes = [size // given] * int(given) if share.is_integer else []
     return torch.split(tensor, sizes, dim) if sizes else None
 
 
@@ -291,12 +293,12 @@ class RowMajor(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in _ROW_MAJOR:
-            return made
-        if isinstance(made, torch.Tensor):
-            return _row_major(made)
-        first, *rest = made
+            return result
+        if isinstance(result, torch.Tensor):
+            return _row_major(result)
+        first, *rest = result
         return (first if first is None else _row_major(first), *rest)
 
 

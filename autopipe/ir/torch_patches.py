@@ -38,8 +38,8 @@ from torch.overrides import TorchFunctionMode
 @contextmanager
 def patched(owner: Any, name: str, replacement: object) -> Iterator[None]:
     """Within, replace the attribute `owner.name`; afterwards restore it, also after an error."""
-    own = vars(owner)
-    had, before = name in own, own.get(name)
+    attributes = vars(owner)
+    had, before = name in attributes, attributes.get(name)
     setattr(owner, name, replacement)
     try:
         yield
@@ -59,10 +59,10 @@ def replacing_custom_functions(replacement: Callable[..., Any]) -> Iterator[None
     """
     apply = vars(torch.autograd.Function)["apply"]  # a method of C since torch 2.14
 
-    def asked(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def apply_instead(cls: type, *args: Any, **kwargs: Any) -> Any:
         return replacement(cls, apply.__get__(None, cls), args, kwargs)
 
-    with patched(torch.autograd.Function, "apply", classmethod(asked)):
+    with patched(torch.autograd.Function, "apply", classmethod(apply_instead)):
         yield
 
 
@@ -91,9 +91,9 @@ def _around(
         return enter(self)
 
     def on_exit(self: Any, *error: Any) -> Any:
-        made = leave(self, *error)
+        result = leave(self, *error)
         left(self)
-        return made
+        return result
 
     with patched(kind, "__enter__", on_enter), patched(kind, "__exit__", on_exit):
         yield
@@ -145,15 +145,15 @@ def leaving_modules_alone() -> Iterator[None]:
     """
     to = nn.Module.to
 
-    def asked(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        (wanted,) = args if len(args) == 1 and not kwargs else (kwargs.get("dtype"),)
+    def to_dtype(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        (dtype,) = args if len(args) == 1 and not kwargs else (kwargs.get("dtype"),)
         tensors = [*self.parameters(), *self.buffers()]
         floats = {t.dtype for t in tensors if t.is_floating_point()}
-        if isinstance(wanted, torch.dtype) and len(args) + len(kwargs) == 1 and floats <= {wanted}:
+        if isinstance(dtype, torch.dtype) and len(args) + len(kwargs) == 1 and floats <= {dtype}:
             return self
         return to(self, *args, **kwargs)
 
-    with patched(nn.Module, "to", asked):
+    with patched(nn.Module, "to", to_dtype):
         yield
 
 
@@ -173,21 +173,21 @@ def averaging_by_tensors() -> Iterator[None]:
             return forward(norm, x)
         if mean is None or variance is None or count is None:
             return forward(norm, x)
-        own = torch.zeros_like(mean), torch.zeros_like(variance)
-        found = nn.functional.batch_norm(x, *own, norm.weight, norm.bias, True, 1.0, norm.eps)
+        of_batch = torch.zeros_like(mean), torch.zeros_like(variance)
+        found = nn.functional.batch_norm(x, *of_batch, norm.weight, norm.bias, True, 1.0, norm.eps)
         with torch.no_grad():
             count.add_(1)
             share = 1 / count.to(mean.dtype)
-            for statistic, new in zip((mean, variance), own, strict=True):
+            for statistic, new in zip((mean, variance), of_batch, strict=True):
                 statistic.copy_(statistic * (1 - share) + new * share)
         return found
 
-    def asked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def patched_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, input: averaged(self, forward, input)
 
     with ExitStack() as until:
         for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            until.enter_context(patched(kind, "forward", asked(kind.forward)))
+            until.enter_context(patched(kind, "forward", patched_forward(kind.forward)))
         yield
 
 
@@ -198,12 +198,12 @@ def counting_rows() -> Iterator[None]:
     Python itself makes a number of whatever `__len__` returns. Losses of contrastive models count
     rows so: `torch.arange(len(logits))`.
     """
-    own = builtins.len
+    plain_len = builtins.len
 
-    def asked(of: Any) -> Any:
-        return of.shape[0] if isinstance(of, Tensor) and of.ndim else own(of)
+    def rows_of(of: Any) -> Any:
+        return of.shape[0] if isinstance(of, Tensor) and of.ndim else plain_len(of)
 
-    with patched(builtins, "len", asked):
+    with patched(builtins, "len", rows_of):
         yield
 
 
@@ -241,11 +241,11 @@ def seeing_grad_modes(changed: Callable[[bool | None], None]) -> Iterator[None]:
 
     class Seeing(TorchFunctionMode):
         def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-            made = func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
             if inside and getattr(func, "__name__", "") == "_set_grad_enabled":
                 inside[0] = True
                 changed(torch.is_grad_enabled())
-            return made
+            return result
 
     def left(autocast: torch.autocast) -> None:
         if inside.pop() and not inside:
@@ -270,13 +270,13 @@ def not_compiling() -> Iterator[None]:
     What torch.compile wraps runs as it was: fullgraph=True raises where modes look at what it does.
     """
 
-    def asked(question: Callable[[], bool]) -> bool:
+    def answered(question: Callable[[], bool]) -> bool:
         caller = sys._getframe(3)  # behind `_asking` and `_asked_instead`
         return _is_torchs(caller) and bool(own_of(question)())
 
     with ExitStack() as until, torch.compiler.set_stance("force_eager"):
         for question in (torch.compiler.is_compiling, torch.compiler.is_exporting):
-            until.enter_context(replacing(question, partial(asked, question)))
+            until.enter_context(replacing(question, partial(answered, question)))
         yield
 
 

@@ -259,8 +259,8 @@ def buffer_names(module: nn.Module) -> set[str]:
 
 def lend(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Let `module` compute with `tensor` in the place of its own parameter or buffer `name`."""
-    own = module._parameters if name in module._parameters else module._buffers
-    cast(dict[str, object], own)[name] = tensor
+    tensors = module._parameters if name in module._parameters else module._buffers
+    cast(dict[str, object], tensors)[name] = tensor
     inside = vars(module)
     if name in inside.get("_flat_weights_names", ()):
         inside["_flat_weights"][inside["_flat_weights_names"].index(name)] = tensor
@@ -299,16 +299,16 @@ def constructing() -> Iterator[None]:
         if recurse:
             for child in self.children():
                 child._apply(fn)  # type: ignore[no-untyped-call]
-        own = dict(self._parameters)
-        for name, parameter in own.items():
+        parameters = dict(self._parameters)
+        for name, parameter in parameters.items():
             if parameter is not None and is_fake(parameter):
                 with torch.no_grad():
                     parameter.data = fn(parameter).to("cpu")
                 self._parameters.pop(name)
         apply(self, fn, recurse=False)
-        own.update(self._parameters)
+        parameters.update(self._parameters)
         self._parameters.clear()
-        self._parameters.update(own)
+        self._parameters.update(parameters)
         return self
 
     def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
