@@ -106,9 +106,9 @@ class _Place:
         self._note()
 
     def moved(self) -> list[MovedValue]:
-        values = self.holder.own
-        if len(values) == self._length and all(
-            _same(values.get(key, _GONE), value, at) for key, value, at in self._seen
+        entries = self.holder.entries
+        if len(entries) == self._length and all(
+            _same(entries.get(key, _GONE), value, at) for key, value, at in self._seen
         ):
             return []
         before = {key: (value, at) for key, value, at in self._seen}
@@ -122,11 +122,11 @@ class _Place:
         return [MovedValue(self.holder.label(key), self._model) for key in keys]
 
     def _note(self) -> None:
-        own = self.holder.own
-        self._length = len(own)
+        entries = self.holder.entries
+        self._length = len(entries)
         self._seen = [
             (key, value, version(value) if isinstance(value, Tensor) else None)
-            for key, value in list(own.items())
+            for key, value in list(entries.items())
             if (self._read is None or key in self._read) and key not in INTERNAL
         ]
 
@@ -140,7 +140,7 @@ def _same(value: Any, seen: Any, at: int | None) -> bool:
 
 def _kept_models(model: nn.Module, places: Sequence[_Place]) -> list[nn.Module]:
     """Other models of the same class that the user's files keep."""
-    found = (value for place in places for value in list(place.holder.own.values()))
+    found = (value for place in places for value in list(place.holder.entries.values()))
     same = (value for value in found if type(value) is type(model) and value is not model)
     return list(dict.fromkeys(same))
 

@@ -54,20 +54,22 @@ def as_before(*parts: Part, holders: Sequence[Holder] | None = None) -> Iterator
         holders: `holders_of(*parts)`, where the caller has them.
     """
     buffers = [(model, buffers_of(model)) for model in modules_among(parts)]
-    values = [(own, own.detach().clone()) for _, known in buffers for own in known.values()]
+    values = [
+        (tensor, tensor.detach().clone()) for _, known in buffers for tensor in known.values()
+    ]
     kept = tensors_of(holders_of(*parts) if holders is None else holders)
-    others = [(own, version(own), own.detach().clone()) for own in kept]
+    others = [(tensor, version(tensor), tensor.detach().clone()) for tensor in kept]
     try:
         yield
     finally:
         with torch.no_grad():
             for model, known in buffers:
                 put(model, known)
-            for own, was in values:
-                _put_back(own, was)
-            for own, count, was in others:
-                if version(own) != count:
-                    _put_back(own, was)
+            for tensor, copied in values:
+                _put_back(tensor, copied)
+            for tensor, count, copied in others:
+                if version(tensor) != count:
+                    _put_back(tensor, copied)
 
 
 @contextmanager
@@ -77,23 +79,23 @@ def frozen_as_before(model: nn.Module) -> Iterator[None]:
     A parameter whose memory was replaced (`k.data = q.data`) has its own memory again.
     """
     frozen = [p for p in model.parameters() if not p.requires_grad and not is_fake(p)]
-    before = [(own, own.data, own.detach().clone()) for own in frozen]
+    before = [(parameter, parameter.data, parameter.detach().clone()) for parameter in frozen]
     try:
         yield
     finally:
-        for own, memory, was in before:
-            if own.data_ptr() != memory.data_ptr() or not torch.equal(own, was):
-                own.data = memory.copy_(was)
+        for parameter, memory, values in before:
+            if parameter.data_ptr() != memory.data_ptr() or not torch.equal(parameter, values):
+                parameter.data = memory.copy_(values)
 
 
-def _put_back(own: Tensor, was: Tensor) -> None:
+def _put_back(tensor: Tensor, values: Tensor) -> None:
     """Give a tensor its values again, and its shape: observers of torch.ao resize their buffers."""
-    if own.shape != was.shape:
-        own.resize_(was.shape)
-    for dim, stride in enumerate(own.stride() if own.layout == torch.strided else ()):
-        if not stride and own.shape[dim]:  # expanded: its entries are one in memory
-            own, was = own.narrow(dim, 0, 1), was.narrow(dim, 0, 1)
-    own.copy_(was)
+    if tensor.shape != values.shape:
+        tensor.resize_(values.shape)
+    for dim, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
+        if not stride and tensor.shape[dim]:  # expanded: its entries are one in memory
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def written(model: nn.Module, names: Mapping[str, str]) -> Iterator[Assigned]:
             for name, path in names.items():
                 owner, _, leaf = name.rpartition(".")
                 module = model.get_submodule(path)
-                call = _Around(model.get_submodule(owner), leaf, name)
+                call = _AssigningCalls(model.get_submodule(owner), leaf, name)
                 until.callback(module.register_forward_pre_hook(call.begin).remove)
                 until.callback(module.register_forward_hook(call.end).remove)
             yield found
@@ -212,22 +214,22 @@ def _sharing(buffers: Mapping[str, Tensor]) -> list[tuple[str, str]]:
         for name, buffer in buffers.items():
             places.setdefault(storage_key(buffer), []).append(name)
     return [
-        (one, other)
+        (name, other)
         for names in places.values()
-        for one, other in permutations(names, 2)
-        if buffers[one] is not buffers[other]
+        for name, other in permutations(names, 2)
+        if buffers[name] is not buffers[other]
     ]
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _overlap(buffer: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one storage have an element in common."""
-    if one.dtype != other.dtype:
+    if buffer.dtype != other.dtype:
         return True
     with no_function_modes():  # reads here are not the model's
-        marks = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
+        marks = torch.zeros(buffer.untyped_storage().nbytes() // buffer.itemsize, dtype=torch.bool)
         first, second = (
             marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-            for tensor in (one, other)
+            for tensor in (buffer, other)
         )
         first.fill_(True)
         return bool(second.any())
@@ -252,12 +254,12 @@ class _Calls:
 
     def seen(self, module: nn.Module, leaf: str, buffer: Any) -> None:
         """Note an assignment; the innermost running call is of its module or of one around it."""
-        own = self._paths.get(module)
-        name = leaf if not own else f"{own}.{leaf}"
-        if own is None or name in self._known:
+        path = self._paths.get(module)
+        name = leaf if not path else f"{path}.{leaf}"
+        if path is None or name in self._known:
             return
-        paths = (path for path in map(self._paths.get, _called()) if path is not None)
-        inner = next((path for path in paths if _is_in(own, path)), "")
+        calls = (called for called in map(self._paths.get, _called()) if called is not None)
+        inner = next((called for called in calls if _is_in(path, called)), "")
         before = self.around.get(name, inner)
         while not _is_in(before, inner):  # assigned twice, in two of them: in that around both
             inner = inner.rpartition(".")[0]
@@ -285,29 +287,29 @@ def _alike(new: Tensor, old: Tensor) -> bool:
     return (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
-class _Around:
+class _AssigningCalls:
     """The hooks around calls in which the buffer `leaf` of `owner` is assigned."""
 
     def __init__(self, owner: nn.Module, leaf: str, name: str) -> None:
         self._owner = owner
         self._leaf = leaf
         self._name = name
-        self._own: list[Tensor] = []
+        self._originals: list[Tensor] = []
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        own = getattr(self._owner, self._leaf)
-        self._own.append(own)
-        setattr(self._owner, self._leaf, own.clone())
+        original = getattr(self._owner, self._leaf)
+        self._originals.append(original)
+        setattr(self._owner, self._leaf, original.clone())
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        own, new = self._own.pop(), getattr(self._owner, self._leaf)
-        if not _alike(new, own):
+        original, new = self._originals.pop(), getattr(self._owner, self._leaf)
+        if not _alike(new, original):
             raise CaptureError(
                 f"{begins(type(module).forward)}: the buffer {self._name!r} is assigned a tensor "
-                f"{new.dtype} of shape {tuple(new.shape)}, and was {own.dtype} of shape "
-                f"{tuple(own.shape)}",
+                f"{new.dtype} of shape {tuple(new.shape)}, and was {original.dtype} of shape "
+                f"{tuple(original.shape)}",
                 hint="keep its shape and dtype, and write what changes in place",
             )
         with torch.no_grad():
-            own.copy_(new)
-        setattr(self._owner, self._leaf, own)
+            original.copy_(new)
+        setattr(self._owner, self._leaf, original)

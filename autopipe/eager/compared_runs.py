@@ -44,5 +44,5 @@ def compared_runs(
     if not names:
         return found, ()
     with restoring(*parts):
-        one, *more = runs_ahead(parts, others)
-    return found, names if any(other != one for other in more) else ()
+        usual, *later = runs_ahead(parts, others)
+    return found, names if any(other != usual for other in later) else ()

@@ -138,8 +138,8 @@ def raised(value: Any, to: Any) -> Any:
     elif isinstance(value, set):
         value.update(_others(value, to))
     elif isinstance(value, tuple):
-        made = [one if t is None else raised(one, t) for one, t in zip(value, to, strict=True)]
-        return value._make(made) if hasattr(value, "_make") else tuple(made)
+        items = [item if t is None else raised(item, t) for item, t in zip(value, to, strict=True)]
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
     elif isinstance(value, timedelta):
         return to
     else:

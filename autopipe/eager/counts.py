@@ -80,17 +80,18 @@ class Counts:
             self._rises = {k: rise for k, rise in rises.items() if before.get(k, now[k]) != now[k]}
             self._fronts = {key: self._loses_its_front(key) for key in self._lists.keys() & rises}
         for key, rise in self._rises.items():
-            own, name = self._holders[key[0]].own, key[1]
-            if rise is None or name not in own:
+            entries, name = self._holders[key[0]].entries, key[1]
+            if rise is None or name not in entries:
                 continue
-            kept = own[name]
-            if type(kept) in (list, deque) and rise < 0:
-                was, gone = self._lists[key], -rise * calls
-                put_back(kept, was[gone:] if self._fronts[key] else was[: max(0, len(was) - gone)])
-            elif type(kept) not in CONTAINERS or rise > 0:
-                value = raised(kept, ahead(self._before[key], rise, calls))
-                if value is not kept:
-                    own[name] = value
+            value = entries[name]
+            if type(value) in (list, deque) and rise < 0:
+                items, lost = self._lists[key], -rise * calls
+                left = items[lost:] if self._fronts[key] else items[: max(0, len(items) - lost)]
+                put_back(value, left)
+            elif type(value) not in CONTAINERS or rise > 0:
+                raised_value = raised(value, ahead(self._before[key], rise, calls))
+                if raised_value is not value:
+                    entries[name] = raised_value
 
     def runs(self, run: Callable[[], T]) -> Iterator[T | str]:
         """The results of runs with counts farther and farther ahead; none if nothing has changed.
@@ -104,7 +105,7 @@ class Counts:
 
     def _loses_its_front(self, key: tuple[int, Any]) -> bool:
         """Whether a list has lost its first entries, as a schedule does by `pop(0)`."""
-        now = [*self._holders[key[0]].own[key[1]]]
+        now = [*self._holders[key[0]].entries[key[1]]]
         return is_as(now, self._lists[key][-len(now) :] if now else [])
 
 

@@ -48,7 +48,7 @@ class Generators:
             if is_generator(_generator(value))
         ]
         found = [*(module.random for module in _modules()), *(value for *_, value in self._kept)]
-        generators = {id(one): one for one in map(_generator, found) if is_generator(one)}
+        generators = {id(g): g for g in map(_generator, found) if is_generator(g)}
         self._all = list(generators.values())
 
     def places(self) -> Hashable:
@@ -58,12 +58,12 @@ class Generators:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Within, the generators may be drawn from; afterwards their states are as before."""
-        before = [place_of(one) for one in self._all]
+        before = [place_of(generator) for generator in self._all]
         try:
             yield
         finally:
-            for one, place in zip(self._all, before, strict=True):
-                put_at(one, place)
+            for generator, place in zip(self._all, before, strict=True):
+                put_at(generator, place)
 
     def check(self, before: Hashable, run: Callable[[], object]) -> None:
         """Refuse a model that has drawn from a generator, if what it computes depends on that.
@@ -82,8 +82,8 @@ class Generators:
             with draws:
                 run()
             for seed in range(RUNS):
-                for one in self._all:
-                    _seed(one, seed)
+                for generator in self._all:
+                    _seed(generator, seed)
                 logs.add(calls_of(run))
             for share in EXTREMES:  # of a rare event no seed may tell: random.random() < 0.01
                 with self._giving(share):
@@ -102,16 +102,16 @@ class Generators:
         """Within, every draw gives the least (share 0) or the most (share near 1) that it may."""
         with ExitStack() as until:
             for module in _modules():
-                extreme = _Extreme(share, _generator(module.random))
+                extreme = _ExtremeGenerator(share, _generator(module.random))
                 for name in DRAWS & vars(module).keys():
                     until.enter_context(patched(module, name, getattr(extreme, name)))
-            for one in self._all:
-                if isinstance(one, random.Random):  # its expovariate() asks its random()
-                    until.enter_context(patched(one, "random", lambda: share))
+            for generator in self._all:
+                if isinstance(generator, random.Random):  # its expovariate() asks its random()
+                    until.enter_context(patched(generator, "random", lambda: share))
             for holder, key, value in self._kept:
-                extreme = _Extreme(share, _generator(value))
-                until.callback(holder.own.__setitem__, key, value)
-                holder.own[key] = extreme if extreme.own is value else extreme.like(value)
+                extreme = _ExtremeGenerator(share, _generator(value))
+                until.callback(holder.entries.__setitem__, key, value)
+                holder.entries[key] = extreme if extreme.generator is value else extreme.like(value)
             yield
 
 
@@ -121,18 +121,18 @@ DRAWS = frozenset(
 """The methods of generators whose results usually decide whether something happens."""
 
 
-class _Extreme:
+class _ExtremeGenerator:
     """Stands in for a generator: each of `DRAWS` gives the least, or the most, that it may.
 
     Draws of other kinds (`normal`, `shuffle`) are the generator's own.
     """
 
-    def __init__(self, share: float, own: Any) -> None:
+    def __init__(self, share: float, generator: Any) -> None:
         self._share = share
-        self.own = own
+        self.generator = generator
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
+        return getattr(self.generator, name)
 
     def like(self, method: Any) -> Any:
         """This object's method in the place of the generator's method of the same name."""
@@ -153,14 +153,14 @@ class _Extreme:
         return self._among(range(start) if stop is None else range(start, stop, step))
 
     def randint(self, low: int, high: Any = None, size: Any = None, dtype: Any = int) -> Any:
-        endpoint = isinstance(self.own, random.Random)
+        endpoint = isinstance(self.generator, random.Random)
         return self.integers(low, high, size, dtype, endpoint)
 
     def integers(
         self, low: int, high: Any = None, size: Any = None, dtype: Any = int, endpoint: bool = False
     ) -> Any:
-        whole = range(low) if high is None else range(low, high)
-        return _filled(self._among(range(whole.start, whole.stop + endpoint)), size)
+        numbers = range(low) if high is None else range(low, high)
+        return _filled(self._among(range(numbers.start, numbers.stop + endpoint)), size)
 
     def choice(self, items: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
         return _filled(self._among(range(items) if isinstance(items, int) else items), size)

@@ -45,7 +45,7 @@ _OF_PYTHON = (SimpleNamespace, WeakKeyDictionary)
 _FOREIGN = frozenset({"torch", *sys.stdlib_module_names})
 """Packages in which users' models keep nothing."""
 
-_GONE = object()
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Holder:
 
     Attributes:
         name: how the user finds it: `layers.0`, `Net`, `my_models`; empty: the model itself.
-        own: a live view of its values: setting or deleting an entry changes the place itself.
+        entries: a live view of its values: setting or deleting an entry changes the place itself.
         inside: whether `name` is that of a container, which its values have as their label too.
         shared: whether code other than the model's may keep values there too.
     """
 
     name: str
-    own: MutableMapping[Any, Any]
+    entries: MutableMapping[Any, Any]
     inside: bool = False
     shared: bool = False
 
@@ -71,10 +71,10 @@ class Holder:
     def values(self) -> dict[Any, Any]:
         """The values kept there now, except those of Python or torch itself."""
         if self.shared:
-            return {key: v for key, v in self.own.items() if _may_change(key, v)}
+            return {key: v for key, v in self.entries.items() if _may_change(key, v)}
         if self.inside:
-            return dict(self.own)
-        return {key: value for key, value in self.own.items() if key not in INTERNAL}
+            return dict(self.entries)
+        return {key: value for key, value in self.entries.items() if key not in INTERNAL}
 
 
 Part = nn.Module | Callable[..., Any]
@@ -89,40 +89,40 @@ def modules_among(parts: Iterable[Part]) -> list[nn.Module]:
 
 def tensors_of(holders: Iterable[Holder]) -> list[Tensor]:
     """The tensors that holders keep and a model may write, each once; no parameters or buffers."""
-    kept = (value for holder in holders for value in list(holder.own.values()))
+    kept = (value for holder in holders for value in list(holder.entries.values()))
     found = {id(value): value for value in kept if isinstance(value, Tensor)}
     return [t for t in found.values() if _is_written_to(t) and t.numel() <= MOST_ELEMENTS]
 
 
 def _is_written_to(tensor: Tensor) -> bool:
     """Whether a tensor has values and a model may write them in place."""
-    beside = isinstance(tensor, nn.Parameter) or is_fake(tensor) or tensor.is_inference()
-    return not beside and tensor.layout == torch.strided and not tensor.is_meta
+    excluded = isinstance(tensor, nn.Parameter) or is_fake(tensor) or tensor.is_inference()
+    return not excluded and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def holders_of(*parts: Part) -> list[Holder]:
     """All holders of the parts: modules, their classes and files, and the values in these."""
     models = modules_among(parts)
-    found = {key: own for model in models for key, own in _of_modules(model).items()}
+    found = {key: of_part for model in models for key, of_part in _of_modules(model).items()}
     for part in parts:
-        own = _of_modules(part) if isinstance(part, nn.Module) else _of_loss(part)
-        found = {**own, **found}  # the model's names come first
+        of_part = _of_modules(part) if isinstance(part, nn.Module) else _of_loss(part)
+        found = {**of_part, **found}  # the model's names come first
     functions = [used for part in parts for used in used_by(part) if isinstance(used, FunctionType)]
     modules = [module for model in models for module in model.modules()]
     found |= _of_code(modules, {function.__module__ for function in functions})
     pending = [(holder, DEPTH) for holder in found.values()]
     while pending:
         holder, depth = pending.pop()
-        below = {key: one for key, one in _below(holder).items() if key not in found}
+        below = {key: inner for key, inner in _below(holder).items() if key not in found}
         found |= below
-        pending += [(one, depth - 1) for one in below.values()] if depth > 1 else []
+        pending += [(inner, depth - 1) for inner in below.values()] if depth > 1 else []
     return list(found.values())
 
 
 def _of_modules(model: nn.Module) -> dict[int, Holder]:
     """Holders of modules, and of parameters and buffers: `self.weight.calls += 1`."""
     states = chain(model.named_parameters(), model.named_buffers())
-    of_states = {id(own): Holder(name, _Attributes(own, attributes_of)) for name, own in states}
+    of_states = {id(s): Holder(name, _Attributes(s, attributes_of)) for name, s in states}
     return {id(m): Holder(path, vars(m)) for path, m in model.named_modules()} | of_states
 
 
@@ -135,8 +135,8 @@ def _of_loss(loss: Callable[..., Any]) -> dict[int, Holder]:
         return _of_function(target)
     if isinstance(target, nn.Module):
         return _of_modules(target)
-    own = getattr(target, "__dict__", None)
-    return {id(own): Holder(type(target).__qualname__, own)} if isinstance(own, dict) else {}
+    state = getattr(target, "__dict__", None)
+    return {id(state): Holder(type(target).__qualname__, state)} if isinstance(state, dict) else {}
 
 
 def _of_code(modules: Sequence[nn.Module], files: set[str]) -> dict[int, Holder]:
@@ -145,9 +145,9 @@ def _of_code(modules: Sequence[nn.Module], files: set[str]) -> dict[int, Holder]
     kinds = dict.fromkeys(base for module in modules for base in type(module).__mro__)
     files = {file for file in files | {kind.__module__ for kind in kinds} if not _foreign(file)}
     for file in sorted(files & sys.modules.keys()):
-        own = vars(sys.modules[file])
-        found[id(own)] = Holder(file, own, shared=True)
-        for value in list(own.values()):
+        namespace = vars(sys.modules[file])
+        found[id(namespace)] = Holder(file, namespace, shared=True)
+        for value in list(namespace.values()):
             if isinstance(value, type | FunctionType) and value.__module__ == file:
                 found |= _of_function(value)
                 kinds |= {value: None} if isinstance(value, type) else {}
@@ -237,7 +237,7 @@ def _several(slots: Any) -> tuple[str, ...]:
 def _fields(value: Any, names: Sequence[str]) -> dict[str, Any]:
     """The fields of these names that an object has."""
     found = ((name, _field(value, name)) for name in names)
-    return {name: own for name, own in found if own is not _GONE}
+    return {name: field for name, field in found if field is not _MISSING}
 
 
 def _field(value: Any, name: str) -> Any:
@@ -245,7 +245,7 @@ def _field(value: Any, name: str) -> Any:
     try:
         return object.__getattribute__(value, name)
     except AttributeError:
-        return _GONE
+        return _MISSING
 
 
 class _Attributes(MutableMapping[Any, Any]):
@@ -280,10 +280,10 @@ class _Cells(MutableMapping[Any, Any]):
         try:
             return self._cells[name].cell_contents
         except ValueError:  # not assigned yet
-            return _GONE
+            return _MISSING
 
     def __setitem__(self, name: Any, value: Any) -> None:
-        if value is not _GONE:
+        if value is not _MISSING:
             self._cells[name].cell_contents = value
 
     def __delitem__(self, name: Any) -> None:

@@ -22,24 +22,24 @@ from typing import Any
 class Rewindable(Iterator[Any]):
     """Gives an iterator's values, and notes them in `values`, so that it can go back."""
 
-    def __init__(self, own: Iterator[Any]) -> None:
-        self._own = own
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
         self._again = deque[Any]()
         self.values: list[Any] = []
 
     def __next__(self) -> Any:
-        return self._noted(self._again.popleft() if self._again else next(self._own))
+        return self._noted(self._again.popleft() if self._again else next(self._iterator))
 
     def send(self, value: Any) -> Any:
         """Send a value to a wrapped generator."""
-        return self._noted(self._own.send(value))  # type: ignore[attr-defined]
+        return self._noted(self._iterator.send(value))  # type: ignore[attr-defined]
 
     def _noted(self, value: Any) -> Any:
         self.values.append(value)
         return value
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._iterator, name)
 
     def __deepcopy__(self, memo: Any) -> Rewindable:
         return self
@@ -55,19 +55,19 @@ class Rewindable(Iterator[Any]):
 
     def left(self) -> Iterator[Any]:
         """An iterator over the remaining values, without this wrapper where possible."""
-        return itertools.chain(self._again, self._own) if self._again else self._own
+        return itertools.chain(self._again, self._iterator) if self._again else self._iterator
 
 
 def is_iterator(value: Any) -> bool:
     """Whether a value is an iterator of a class of Python's (`holders` finds a user's class)."""
-    own = type(value).__module__ in ("builtins", "itertools")
-    return own and isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+    of_python = type(value).__module__ in ("builtins", "itertools")
+    return of_python and isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
 def is_generator(value: Any) -> bool:
     """Whether a value is a generator of random numbers whose state can be read."""
-    own = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
-    return own or _of_numpy(value) is not None
+    seedable = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
+    return seedable or _of_numpy(value) is not None
 
 
 def place_of(value: Any) -> Any:

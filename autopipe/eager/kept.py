@@ -59,10 +59,10 @@ def _restoring_kept(holders: Sequence[Holder]) -> Iterator[Callable[[], tuple[st
         for holder, known in before:
             added = holder.values().keys() - known.keys()
             for key in sorted(added, reverse=True) if holder.inside else added:
-                del holder.own[key]
-            _put_back(holder.own, known)
+                del holder.entries[key]
+            _put_back(holder.entries, known)
         for holder, key, watched in drawn:
-            holder.own[key] = watched.left()
+            holder.entries[key] = watched.left()
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def _drawn_from(holders: Sequence[Holder]) -> list[tuple[Holder, Any, Rewindable
         if is_iterator(value)
     ]
     for holder, key, drawn in found:
-        holder.own[key] = drawn
+        holder.entries[key] = drawn
     return found
 
 
@@ -121,9 +121,9 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], 
     """
     paths = {module: path for model in models for path, module in model.named_modules()}
     modules = list(paths)
-    wanted = ["training", *(name for name in INTERNAL if "hooks" in name)]
+    watched = ["training", *(name for name in INTERNAL if "hooks" in name)]
     before = [
-        (module, _with_contents({n: vars(module)[n] for n in wanted if n in vars(module)}))
+        (module, _with_contents({n: vars(module)[n] for n in watched if n in vars(module)}))
         for module in modules
     ]
     names = {module: buffer_names(module) for module in modules}
@@ -133,17 +133,17 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], 
     def changed() -> tuple[str, ...]:
         hooks = (
             f"{paths[module]}.{name}".strip(".").replace("._", ".")
-            for module, own in before
-            for name, (value, was) in own.items()
-            if vars(module)[name] is not value or not is_as(value, was)
+            for module, attributes in before
+            for name, (value, content) in attributes.items()
+            if vars(module)[name] is not value or not is_as(value, content)
         )
         return (*hooks, *(n for model in models for n in buffers_of(model) if n not in known))
 
     try:
         yield changed
     finally:
-        for module, was in before:
-            _put_back(vars(module), was)
+        for module, content in before:
+            _put_back(vars(module), content)
         for module, first in names.items():  # a first call may have registered some
             for name in buffer_names(module) - first:
                 delattr(module, name)
@@ -174,11 +174,11 @@ def left_by(model: nn.Module, twins: Iterable[nn.Module]) -> Iterator[None]:
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
     for twin in twins:
-        own = dict(twin.named_modules())
+        modules = dict(twin.named_modules())
         for path, module in model.named_modules() if twin is not model else ():
-            for name, value in vars(module).items() if path in own else ():
+            for name, value in vars(module).items() if path in modules else ():
                 if name not in INTERNAL and any(True for _ in tensors_in(value)):
-                    attributes = own[path].__dict__
+                    attributes = modules[path].__dict__
                     before.append((attributes, name, attributes.get(name, _MISSING)))
                     attributes[name] = value
     try:
@@ -200,12 +200,12 @@ def _differs(value: Any, known: tuple[Any, Any] | None) -> bool:
     return not is_as(value, known[1])
 
 
-def _with_contents(own: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
-    return {name: (value, content_of(value)) for name, value in own.items()}
+def _with_contents(values: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
+    return {name: (value, content_of(value)) for name, value in values.items()}
 
 
-def _put_back(own: MutableMapping[Any, Any], known: Mapping[Any, tuple[Any, Any]]) -> None:
+def _put_back(values: MutableMapping[Any, Any], known: Mapping[Any, tuple[Any, Any]]) -> None:
     for name, (value, content) in known.items():
-        if name not in own or own[name] is not value:
-            own[name] = value
+        if name not in values or values[name] is not value:
+            values[name] = value
         put_back(value, content)

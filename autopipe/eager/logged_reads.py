@@ -6,10 +6,10 @@
     if x.mean().item() > 3: ...          used: a branch of the graph stands on it
     y = x * scale.item()                 used: it is in the graph
 
-While a model's reads are recorded, a `Looked` stands for each such number: it reports any use other
-than keeping it or formatting it as text. A number that is never used needs no check at run time.
-Whether a text matters is decided by runs whose texts show different numbers (`SHOWN`): it matters
-if they use different layers (`LayersUsed`).
+While a model's reads are recorded, a `PlaceholderNumber` stands for each such number: it reports
+any use other than keeping it or formatting it as text. A number that is never used needs no check
+at run time. Whether a text matters is decided by runs whose texts show different numbers (`SHOWN`):
+it matters if they use different layers (`LayersUsed`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Number = bool | int | float
 Use = Callable[[], Number]
 
 
-class Looked:
+class PlaceholderNumber:
     """A placeholder for a number; an operation that needs the number itself calls `use`.
 
     It is no float, since C code takes a float's value without any call. Code that accepts only a
@@ -57,7 +57,7 @@ class Looked:
     def __reduce__(self) -> Any:
         return type(self._text), (self._use(),)
 
-    def __deepcopy__(self, memo: object) -> Looked:
+    def __deepcopy__(self, memo: object) -> PlaceholderNumber:
         return self  # kept still: a model that is copied does nothing with it
 
     def __getattr__(self, name: str) -> Any:
@@ -115,26 +115,26 @@ class LayersUsed(TorchFunctionMode):
 
 
 def _asking(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def ask(self: Looked, *others: Any) -> Any:
+    def ask(self: PlaceholderNumber, *others: Any) -> Any:
         return operation(self._use(), *map(used, others))
 
     return ask
 
 
-def _turned(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def ask(self: Looked, other: Any) -> Any:
+def _reflected(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def ask(self: PlaceholderNumber, other: Any) -> Any:
         return operation(used(other), self._use())
 
     return ask
 
 
-_ONE = ("abs", "neg", "pos", "invert", "index")
-_TWO = (
+_UNARY = ("abs", "neg", "pos", "invert", "index")
+_BINARY = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"),
     *("lshift", "rshift", "matmul"),
 )
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
-_TURNED_TO: Mapping[str, Callable[..., Any]] = {
+_CONVERSIONS: Mapping[str, Callable[..., Any]] = {
     "bool": bool,
     "int": int,
     "float": float,
@@ -143,12 +143,12 @@ _TURNED_TO: Mapping[str, Callable[..., Any]] = {
 }
 _REST: Mapping[str, Callable[..., Any]] = {"round": round, "divmod": divmod, "trunc": int}
 
-for _name in (*_ONE, *_TWO, *_COMPARED):
-    setattr(Looked, f"__{_name}__", _asking(getattr(operator, f"__{_name}__")))
-for _name in _TWO:
-    setattr(Looked, f"__r{_name}__", _turned(getattr(operator, f"__{_name}__")))
-for _name, _function in {**_TURNED_TO, **_REST}.items():
-    setattr(Looked, f"__{_name}__", _asking(_function))
+for _name in (*_UNARY, *_BINARY, *_COMPARED):
+    setattr(PlaceholderNumber, f"__{_name}__", _asking(getattr(operator, f"__{_name}__")))
+for _name in _BINARY:
+    setattr(PlaceholderNumber, f"__r{_name}__", _reflected(getattr(operator, f"__{_name}__")))
+for _name, _function in {**_CONVERSIONS, **_REST}.items():
+    setattr(PlaceholderNumber, f"__{_name}__", _asking(_function))
 
 
 _WITHOUT = (Tensor, str)
@@ -159,7 +159,7 @@ def used(tree: Any) -> Any:
     """Replace each placeholder in a tree of arguments by its number, which counts as used."""
     if tree is None or isinstance(tree, _WITHOUT):  # most of them
         return tree
-    if type(tree) is Looked:
+    if type(tree) is PlaceholderNumber:
         return tree._use()
     if type(tree) in (list, tuple):
         return type(tree)(map(used, tree))

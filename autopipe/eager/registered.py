@@ -48,17 +48,17 @@ def new_parameters(model: nn.Module) -> Iterator[None]:
         CaptureError: names the parameter and the user's line.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    own = {id(parameter) for parameter in model.parameters()}
+    known = {id(parameter) for parameter in model.parameters()}
 
     def parameter(module: nn.Module, name: str, new: Any) -> None:
-        if id(module) in paths and isinstance(new, nn.Parameter) and id(new) not in own:
+        if id(module) in paths and isinstance(new, nn.Parameter) and id(new) not in known:
             again = isinstance(getattr(module, name, None), nn.Parameter)
             raise _refusal(f"{paths[id(module)]}.{name}".lstrip("."), again=again)
 
     def part(module: nn.Module, name: str, new: Any) -> None:
         if id(module) in paths and isinstance(new, nn.Module):
-            for inside, one in new.named_parameters():
-                if id(one) not in own:
+            for inside, weight in new.named_parameters():
+                if id(weight) not in known:
                     again = isinstance(getattr(module, name, None), nn.Module)
                     path = f"{paths[id(module)]}.{name}.{inside}".lstrip(".")
                     raise _refusal(path, again=again)
@@ -81,19 +81,19 @@ def copies_are_values() -> Iterator[None]:
     In plain PyTorch the copy has a gradient of its own, which nobody reads.
     """
 
-    def copied(own: Callable[..., Any], tensor: Tensor, memo: dict[int, Any]) -> Any:
+    def copied(deepcopy: Callable[..., Any], tensor: Tensor, memo: dict[int, Any]) -> Any:
         if not isinstance(tensor, nn.Parameter):
-            return own(tensor, memo)
+            return deepcopy(tensor, memo)
         if id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().clone()
         return memo[id(tensor)]
 
-    def asked(own: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda tensor, memo: copied(own, tensor, memo)
+    def patched_deepcopy(deepcopy: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tensor, memo: copied(deepcopy, tensor, memo)
 
     with ExitStack() as until:
         for kind in (Tensor, nn.Parameter):  # a fake parameter is no object of the second
-            until.enter_context(patched(kind, "__deepcopy__", asked(kind.__deepcopy__)))
+            until.enter_context(patched(kind, "__deepcopy__", patched_deepcopy(kind.__deepcopy__)))
         yield
 
 
@@ -129,8 +129,8 @@ class AsRegistered(TorchFunctionMode):
     ) -> None:
         super().__init__()
         now = dict(model.named_parameters())
-        self._now = {id(one): now[name] for name, one in before.items()}
-        self._now |= {id(one): self._now[id(own)] for one, own in others if id(own) in self._now}
+        self._now = {id(tensor): now[name] for name, tensor in before.items()}
+        self._now |= {id(t): self._now[id(p)] for t, p in others if id(p) in self._now}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(self._of_now, (args, kwargs or {}))

@@ -65,7 +65,7 @@ def check_unseen(
     """
     second = Noted()
     again(lambda: second)
-    position = _parting(first, second.calls)
+    position = _first_difference(first, second.calls)
     if position == len(second.calls):
         if filled:
             _check_left_out(first, second.calls)
@@ -84,7 +84,7 @@ def check_unseen(
 def leaves_out(first: Sequence[Call], second: Sequence[Call]) -> bool:
     """Whether a second run makes only calls of the first, and the calls that it leaves out (they
     have filled a cache) draw no random numbers."""
-    return _parting(first, second) == len(second) and not _draws_left_out(first, second)
+    return _first_difference(first, second) == len(second) and not _draws_left_out(first, second)
 
 
 def _check_left_out(first: Sequence[Call], second: Sequence[Call]) -> None:
@@ -107,21 +107,21 @@ def _draws_left_out(first: Sequence[Call], second: Sequence[Call]) -> list[str]:
 _RANDOM = "rand", "normal", "uniform", "bernoulli", "multinomial", "exponential", "dropout"
 
 
-def _parting(first: Sequence[Call], second: Sequence[Call]) -> int:
+def _first_difference(first: Sequence[Call], second: Sequence[Call]) -> int:
     """The position in `second` of its first call that `first` does not have, in this order."""
     left = iter(first)
     for position, call in enumerate(second):
-        if not any(_same(one, call) for one in left):  # continues behind the last match
+        if not any(_same(known, call) for known in left):  # continues behind the last match
             return position
     return len(second)
 
 
-def _same(one: Call, other: Call) -> bool:
+def _same(first: Call, second: Call) -> bool:
     """Whether two calls are the same; values of tensors that the first run made do not count."""
-    if one == other:
+    if first == second:
         return True
-    pairs = list(zip(one[1:], other[1:], strict=False))
-    alike = one[0] == other[0] and len(one) == len(other)
+    pairs = list(zip(first[1:], second[1:], strict=False))
+    alike = first[0] == second[0] and len(first) == len(second)
     return alike and all(a == b or (a[0] == b[0] and a[1] is None) for a, b in pairs)
 
 
@@ -157,11 +157,11 @@ def other_reads(first: Sequence[Read], again: Callable[[], Sequence[Read]]) -> C
         first: the reads of the first call.
         again: gives the reads of a second call, with the random numbers of the first.
     """
-    for one, other in zip(first, again(), strict=False):
-        if one.checked and repr(one) != repr(other):  # where nan is nan
+    for read, later in zip(first, again(), strict=False):
+        if read.checked and repr(read) != repr(later):  # where nan is nan
             return CaptureError(
-                f"{one.place}: Python reads {one.value!r} from a tensor in a first call of the "
-                f"model and {other.value!r} in a second one, on the same rows; a graph has one of "
+                f"{read.place}: Python reads {read.value!r} from a tensor in a first call of the "
+                f"model and {later.value!r} in a second one, on the same rows; a graph has one of "
                 "the two for good",
                 hint="compute with the tensor: torch.clamp(self.step / 10, max=1); what a first "
                 "call is to initialise, call the model once for in model()",
@@ -223,14 +223,14 @@ class _Drawn(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
-        if func not in _DRAWING or made.numel() != 1:
-            return made
+        result = func(*args, **kwargs)
+        if func not in _DRAWING or result.numel() != 1:
+            return result
         if func is torch.bernoulli:
-            return (self._share < args[0]).to(made.dtype).view_as(made)
+            return (self._share < args[0]).to(result.dtype).view_as(result)
         ends = [arg for arg in (*args, *map(kwargs.get, ("low", "high"))) if isinstance(arg, int)]
         low, high = (ends if len(ends) > 1 else [0, *ends]) if func is torch.randint else (0, 1)
-        return made.fill_(low + self._share * (high - low))  # integers round down
+        return result.fill_(low + self._share * (high - low))  # integers round down
 
 
 _DRAWING = torch.rand, torch.rand_like, torch.randint, torch.bernoulli
@@ -280,8 +280,8 @@ class Noted(TorchFunctionMode):
             return None
         if is_transformed(tensor) or tensor.is_nested or tensor.numel() > SMALL:
             return None
-        made = self._made.get(id(tensor))
-        if made is not None and made() is tensor:
+        reference = self._made.get(id(tensor))
+        if reference is not None and reference() is tensor:
             return None
         dense = tensor.detach().to_dense()
         return marshal.dumps(dense.tolist(), BINARY)  # a text takes 20 times as long

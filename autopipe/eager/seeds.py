@@ -37,9 +37,11 @@ class RefusedSeeds(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            own = kwargs.get("generator") is not None
-            if own or torch.initial_seed() != SEED:
-                which = "from a generator of its own" if own else "after a seed that it sets itself"
+            given = kwargs.get("generator") is not None
+            if given or torch.initial_seed() != SEED:
+                which = (
+                    "from a generator of its own" if given else "after a seed that it sets itself"
+                )
                 raise CaptureError(
                     f"{user_lines.here()}: the model draws random numbers {which}; in a plan every "
                     "random op draws anew from a seed of run, step and micro-batch",

@@ -154,24 +154,24 @@ class RefusedCalls(TorchFunctionMode):
             if counts is None:
                 raise depends_on_values(user_lines.here())
             return counts
-        if (made := for_any_rows(func, args, kwargs or {})) is not None:
-            return made
+        if (result := for_any_rows(func, args, kwargs or {})) is not None:
+            return result
         refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))
-        made = _OWN.noted(func, args, func(*args, **(kwargs or {})))
+        result = _OWN.noted(func, args, func(*args, **(kwargs or {})))
         if getattr(func, "__name__", "") != "__get__":  # looks at a shape, or takes a buffer
-            _check_dense((args, kwargs or {}, made))
-        return made
+            _check_dense((args, kwargs or {}, result))
+        return result
 
 
 def _check_dense(tree: Any) -> None:
     with no_function_modes():  # to look at a layout is no call of the model's
-        sparse = next((one.layout for one in tensors_in(tree) if one.layout != torch.strided), None)
-    if sparse is not None:
+        layout = next((t.layout for t in tensors_in(tree) if t.layout != torch.strided), None)
+    if layout is not None:
         raise Uncaptured(
             f"{user_lines.here()}: forward computes with a tensor of layout "
-            f"{str(sparse).removeprefix('torch.')}, and a graph has dense tensors alone",
+            f"{str(layout).removeprefix('torch.')}, and a graph has dense tensors alone",
             hint="keep its indices and values, and write the product out: "
             "out.index_add(0, rows, values[:, None] * x[columns])",
             lines=True,
@@ -273,8 +273,8 @@ def _inner_gradient(*args: Any, **kwargs: Any) -> None:
 
 
 def _function_behind(tensor: Tensor) -> None:
-    own = tensor.shape == (0,)  # checkpoints of torch 2.11 hold arguments so
-    if tensor.requires_grad and not tensor.is_leaf and not own:
+    empty = tensor.shape == (0,)  # checkpoints of torch 2.11 hold arguments so
+    if tensor.requires_grad and not tensor.is_leaf and not empty:
         raise Uncaptured(
             f"{user_lines.here()}: forward reads .grad_fn of a tensor, whose hooks are in no graph",
             hint=AS_AN_OP,
@@ -282,7 +282,7 @@ def _function_behind(tensor: Tensor) -> None:
         )
 
 
-def _write_where(tensor: Tensor, indices: Any, values: Any, *more: Any, **named: Any) -> None:
+def _write_where(tensor: Tensor, indices: Any, values: Any, *rest: Any, **named: Any) -> None:
     """Refuse `x[mask] = w` where w needs a gradient, whose size depends on the mask's values."""
     _read_at(tensor, indices)
     masks = any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(indices))

@@ -48,8 +48,8 @@ class ReadsParameter(Exception):
 
 
 class NeedsNumbers(Exception):
-    """Raised where the model fails on placeholders for numbers (`logged_reads.Looked`), or runs
-    other layers when the placeholders show other numbers."""
+    """Raised where the model fails on a `logged_reads.PlaceholderNumber`, or runs other layers when
+    it shows another number."""
 
 
 def _truth(tensor: Tensor) -> bool:
@@ -174,7 +174,7 @@ class _Recording(TorchFunctionMode):
             value = logged_reads.zero(tensor) if unknown else tensor.item()
             self.reads.append(Read(name, value, place, checked=False))
             use = partial(self._use, len(self.reads) - 1, unknown)
-            return logged_reads.Looked(use, self._shown(value))
+            return logged_reads.PlaceholderNumber(use, self._shown(value))
         if unknown:
             raise ReadsParameter(place)
         self.reads.append(Read(name, _value(name, tensor), place))
