@@ -110,16 +110,16 @@ class Program(nn.Module):
         self.loss = loss
         self._fixed = {spec.path: spec.value for spec in specs if spec.dtype == "python"}
         self._tensors = [spec for spec in specs if spec.dtype != "python"]
-        own = ((name, tensor, attributes_of(tensor)) for name, tensor in _states(model))
-        self._attributes = {name: (tensor, set_) for name, tensor, set_ in own if set_}
+        states = ((name, tensor, attributes_of(tensor)) for name, tensor in _states(model))
+        self._attributes = {name: (tensor, set_) for name, tensor, set_ in states if set_}
 
     def forward(self, *tensors: Tensor) -> Any:
         for name, tensor in _states(self.model) if self._attributes else ():
             known, attributes = self._attributes.get(name, (tensor, {}))
             if known is not tensor:  # export's own in its place
                 vars(tensor).update(attributes)
-        given = zip(self._tensors, tensors, strict=True)
-        batch = batches.rebuild(self.batch, self._fixed | {spec.path: own for spec, own in given})
+        given = {s.path: tensor for s, tensor in zip(self._tensors, tensors, strict=True)}
+        batch = batches.rebuild(self.batch, self._fixed | given)
         args, kwargs = batches.bind(self.model, batch, self.loss)
         if self._eager:
             with one_process(), with_loss(self.model, self.loss), not_compiling():
@@ -163,8 +163,8 @@ class Program(nn.Module):
             loss = outputs_to_loss(outputs, batch, vars(self.model).get(LOSS), self.model)
         found = tuple(loss) if isinstance(loss, SumCount) else (loss,)
         if self._with_outputs:
-            own = batches.flatten(plain_tree(outputs))
-            given = {path: leaf for path, leaf in own.items() if isinstance(leaf, Tensor)}
+            leaves = batches.flatten(plain_tree(outputs))
+            given = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
             self.paths = tuple(given)
             found += tuple(given.values())
         return found if len(found) > 1 else loss
@@ -190,20 +190,20 @@ class Program(nn.Module):
         if self._eager:
             yield
             return
-        with assigned_buffers.written(self.model, dict(sorted(self.assigned))) as more:
+        with assigned_buffers.written(self.model, dict(sorted(self.assigned))) as writes:
             yield
-        self.assigned |= {*more.states.items()}
-        self.caches |= more.caches
+        self.assigned |= {*writes.states.items()}
+        self.caches |= writes.caches
 
     @contextmanager
     def _buffers_written_by_loss(self) -> Iterator[None]:
         if self._eager or not isinstance(self.loss, nn.Module):
             yield
             return
-        with assigned_buffers.written(self.loss, dict(sorted(self.by_loss))) as more:
+        with assigned_buffers.written(self.loss, dict(sorted(self.by_loss))) as writes:
             yield
-        self.by_loss |= {*more.states.items()}
-        self.caches |= {f"loss.{name}" for name in more.caches}
+        self.by_loss |= {*writes.states.items()}
+        self.caches |= {f"loss.{name}" for name in writes.caches}
 
     @property
     def all_assigned(self) -> tuple[int, int]:
@@ -313,30 +313,30 @@ def _keep_memory_order(module: fx.GraphModule) -> None:
 
 
 def _read_in_order(node: fx.Node) -> None:
-    aten, made = torch.ops.aten, node.meta["val"]
+    aten, result = torch.ops.aten, node.meta["val"]
     arguments: Any = node.args
     x, sizes, strides, *offset = arguments
-    lies = x.meta["val"]
-    order = sorted(range(lies.dim()), key=lambda dim: -_number(lies.stride(dim)))
-    begin = _number(offset[0]) - _number(lies.storage_offset()) if offset else 0
-    steps = zip(made.shape, made.stride(), strict=True)
+    source = x.meta["val"]
+    order = sorted(range(source.dim()), key=lambda dim: -_number(source.stride(dim)))
+    begin = _number(offset[0]) - _number(source.storage_offset()) if offset else 0
+    steps = zip(result.shape, result.stride(), strict=True)
     end = begin + sum((_number(size) - 1) * _number(stride) for size, stride in steps)
-    within = 0 <= begin and end < _number(lies.numel()) and lies.permute(order).is_contiguous()
+    within = 0 <= begin and end < _number(source.numel()) and source.permute(order).is_contiguous()
     if node.target is not aten.as_strided.default or not within:
         name = short_name(str(node.target))
         raise CaptureError(
-            f"{user_lines.of_trace(node.stack_trace)}: {name}() goes by what lies in memory beside "
-            "the tensor that it is given, and on other ranks something else lies there",
+            f"{user_lines.of_trace(node.stack_trace)}: {name}() reads or writes memory beside the "
+            "tensor that it is given, and other ranks have something else there",
             hint="call it on the whole tensor, or on x.contiguous()",
         )
     ops: list[Any] = [(aten.permute.default, order), (aten.contiguous.default,)]
     if begin:
         ops += [(aten.flatten.using_ints,), (aten.slice.Tensor, 0, begin)]
     with node.graph.inserting_before(node):
-        for op, *more in ops:
-            lies = op(lies, *more)
-            x = node.graph.call_function(op, (x, *more))
-            x.meta = {**node.meta, "val": lies}
+        for op, *rest in ops:
+            source = op(source, *rest)
+            x = node.graph.call_function(op, (x, *rest))
+            x.meta = {**node.meta, "val": source}
     node.args = (x, sizes, strides)
 
 

@@ -52,13 +52,7 @@ def scopes_of(node: fx.Node) -> tuple[str, ...]:
 def is_whole_slice(op: str, args: tuple[Arg, ...]) -> bool:
     """Whether an op is `x[:]`: eager and a trace at fixed rows leave it out, a symbolic one not."""
     return (
-        op == "aten.slice.Tensor"
-        and args[2:3] in ((), (0,))
-        and args[3:]
-        in (
-            (),
-            (sys.maxsize,),
-        )
+        op == "aten.slice.Tensor" and args[2:3] in ((), (0,)) and args[3:] in ((), (sys.maxsize,))
     )
 
 
@@ -72,11 +66,11 @@ def handed_back(node: fx.Node) -> fx.Node | None:
     Raises:
         CaptureError: it gives the argument another shape in place, which all its readers would see.
     """
-    made, op = node.meta.get("val"), cast(Any, node.target)
+    output, op = node.meta.get("val"), cast(Any, node.target)
     read = {n: v for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), Tensor)}
-    if not isinstance(made, Tensor) or not hasattr(op, "overloadpacket"):
+    if not isinstance(output, Tensor) or not hasattr(op, "overloadpacket"):
         return None
-    like = any((v.dtype, v.dim()) == (made.dtype, made.dim()) for v in read.values())
+    like = any((v.dtype, v.dim()) == (output.dtype, output.dim()) for v in read.values())
     if not like and not writes(op):
         return None  # not run, as an op with value-dependent sizes would make new symbols
     # A write in place may change the shape of its argument.
@@ -89,7 +83,7 @@ def handed_back(node: fx.Node) -> fx.Node | None:
             **fx.map_arg(node.kwargs, values.__getitem__),
         )
     same = next((n for n in read if values[n] is again), None)
-    if same is not None and made.shape != read[same].shape:
+    if same is not None and output.shape != read[same].shape:
         raise CaptureError(
             f"{user_lines.of_trace(node.stack_trace)}: a tensor is given another shape in place, "
             "under torch.no_grad()",
@@ -125,8 +119,8 @@ def kind_of(exported: torch.export.ExportedProgram, spec: InputSpec) -> str:
         CaptureError: it is a parameter of the loss that could be trained.
     """
     target = str(spec.target)
-    own = target.startswith("model.")
-    if spec.kind is InputKind.PARAMETER and not own:
+    of_model = target.startswith("model.")
+    if spec.kind is InputKind.PARAMETER and not of_model:
         if not exported.state_dict[target].requires_grad:  # as of a network that looks at pictures
             return "constant"
         raise CaptureError(
@@ -137,7 +131,7 @@ def kind_of(exported: torch.export.ExportedProgram, spec: InputSpec) -> str:
         )
     if spec.kind is InputKind.PARAMETER:
         return "parameter"
-    return "buffer" if spec.kind is InputKind.BUFFER and own else "constant"
+    return "buffer" if spec.kind is InputKind.BUFFER and of_model else "constant"
 
 
 def constant_of(
@@ -209,8 +203,8 @@ def with_copies_beside(graph: Graph, assigned: Collection[str]) -> Graph:
         others = [p for p, n in enumerate(nodes) if n is not node and node.args[0] in n.values()]
         if node.op == _WRITTEN:
             source = node.args[1]
-            made = {v for v in flow.root if flow.root[v] == flow.root.get(source)}  # type: ignore[call-overload]
-            after = [p for p, n in enumerate(nodes[:old]) if made & {Ref(n.name), *n.values()}]
+            aliases = {v for v in flow.root if flow.root[v] == flow.root.get(source)}  # type: ignore[call-overload]
+            after = [p for p, n in enumerate(nodes[:old]) if aliases & {Ref(n.name), *n.values()}]
             new = max([p for p in [*after, *others] if p < old], default=-1) + 1
             while new < old and _one_call(nodes[new - 1], nodes[new], node):
                 new += 1

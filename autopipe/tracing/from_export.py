@@ -156,12 +156,12 @@ class _Converter:
             values[placeholder.name] = State(name)
         env = {placeholders[name]: value for name, value in values.items()}
         results = self._inline(self.exported.graph_module, env, _Region())
-        wanted = [
+        positions = [
             position
             for position, spec in enumerate(self.exported.graph_signature.output_specs)
             if spec.kind is OutputKind.USER_OUTPUT
         ]
-        outputs = tuple(results[position] for position in wanted)
+        outputs = tuple(results[position] for position in positions)
         nodes = live_nodes(self.nodes, outputs)
         used = {v.name for n in nodes for v in n.values() if isinstance(v, State)}
         states = {name: state for name, state in states.items() if name in used}
@@ -215,9 +215,9 @@ class _Converter:
         kwargs = {key: self._arg(arg, env) for key, arg in node.kwargs.items()}
         if name == "aten.detach_.default" and self._is_fresh_constant(args[0]):
             return args[0]
-        made = self._append(node, name, args, kwargs, scopes, region)
+        result = self._append(node, name, args, kwargs, scopes, region)
         same = None if region.grad else handed_back(node)
-        return made if same is None else env[same]
+        return result if same is None else env[same]
 
     def _append(
         self,
@@ -274,8 +274,8 @@ class _Converter:
                 raise Unlike(
                     f"{scopes[-1]} runs again in backward where {span.scopes[-1]} does not"
                 )
-            made, results = span.again(self.nodes, scopes, tensors, self._name, self.states)
-            self.nodes += made
+            copies, results = span.copied(self.nodes, scopes, tensors, self._name, self.states)
+            self.nodes += copies
             return results
         return None
 

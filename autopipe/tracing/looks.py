@@ -155,12 +155,12 @@ class _Look:
         other = second_run.other_reads(found, again) if changed and found else None
         self.program.otherwise = other  # of this look alone: the one before had other regions
         if drew and other is None and any(read.checked for read in found):
-            self._hold_draws(found, taint)
+            self._check_draws(found, taint)
         if self.others is not None and any(read.checked for read in found):
-            self._hold_others(found, self.others(), within, taint)
+            self._check_others(found, self.others(), within, taint)
         return found
 
-    def _hold_draws(self, found: Sequence[Read], taint: Taint) -> None:
+    def _check_draws(self, found: Sequence[Read], taint: Taint) -> None:
         """Refuse reads that give other values with other random numbers."""
         for most in second_run.DRAWS:
             held = partial(record, expected=found, unlike=second_run.of_other_draws, taint=taint)
@@ -172,7 +172,7 @@ class _Look:
             except Exception:  # the model may fail on the least or the most that can be drawn
                 continue
 
-    def _hold_others(
+    def _check_others(
         self, found: Sequence[Read], others: Sequence[Tensor], within: Within, taint: Taint
     ) -> None:
         """Refuse reads that give other values for other rows."""
@@ -185,7 +185,9 @@ class _Look:
             record(run, run, numbers=self.numbers, expected=found, taint=taint)
         except (OtherBranch, ReadsParameter):
             raise
-        except Exception:  # a user's model that fails on these rows does so in the run, and is told
+        except (
+            Exception
+        ):  # a user's model that fails on these rows fails in the run, with its error
             return
 
     def again(
@@ -210,17 +212,17 @@ def _asks_for_gpus(places: set[str]) -> Iterator[None]:
 
     A run on a CPU answers no, and so does a trace of what GPUs are to compute.
     """
-    own: property = vars(FakeTensor)["device"]  # which no function mode sees
+    getter: property = vars(FakeTensor)["device"]  # which no function mode sees
 
     def device(tensor: Any) -> torch.device:
         frame = sys._getframe(1)
         if "cuda" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             places.update({user_lines.here(alone=True)} & {place})
-        found: torch.device = own.__get__(tensor)
+        found: torch.device = getter.__get__(tensor)
         return found
 
-    with _AsksForGPUs(places), patched(FakeTensor, "device", property(device, own.fset)):
+    with _AsksForGPUs(places), patched(FakeTensor, "device", property(device, getter.fset)):
         yield
 
 

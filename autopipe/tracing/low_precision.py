@@ -108,7 +108,7 @@ def lower(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, str, nn
 
     Returns the old parameters, as (module, name in it, parameter).
     """
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     wide = [
         (module, name, parameter)
         for module in model.modules()
@@ -117,10 +117,10 @@ def lower(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, str, nn
         if parameter.dtype == MASTER
     ]
     for module, name, parameter in wide:
-        if id(parameter) not in made:
+        if id(parameter) not in replacements:
             low = parameter.detach().to(dtype)
-            made[id(parameter)] = nn.Parameter(low, parameter.requires_grad)
-        setattr(module, name, made[id(parameter)])
+            replacements[id(parameter)] = nn.Parameter(low, parameter.requires_grad)
+        setattr(module, name, replacements[id(parameter)])
     return wide
 
 
@@ -134,8 +134,8 @@ def buffers_in(model: nn.Module, kept: SixteenBits | None) -> Iterator[None]:
     if kept is None or not kept.buffers:
         yield
         return
-    own = {name: model.get_buffer(name) for name in kept.buffers}
-    low = {name: buffer.to(kept.dtype) for name, buffer in own.items()}
+    originals = {name: model.get_buffer(name) for name in kept.buffers}
+    low = {name: buffer.to(kept.dtype) for name, buffer in originals.items()}
     versions = {name: version(buffer) for name, buffer in low.items()}
     try:
         put(model, low)
@@ -149,7 +149,7 @@ def buffers_in(model: nn.Module, kept: SixteenBits | None) -> Iterator[None]:
                     f"{rate_name(kept.dtype)}-autocast",
                 )
     finally:
-        put(model, own)
+        put(model, originals)
 
 
 class Meetings(TorchFunctionMode):
@@ -163,8 +163,8 @@ class Meetings(TorchFunctionMode):
         super().__init__()
         self._model, self._dtype = model, dtype
         self._found = set[str]()
-        self._made: list[Tensor] = []  # an id may be taken again when a tensor is gone
-        wide = [(name, one) for name, one in model.named_buffers() if one.dtype == MASTER]
+        self._alive: list[Tensor] = []  # an id may be taken again when a tensor is gone
+        wide = [(name, buffer) for name, buffer in model.named_buffers() if buffer.dtype == MASTER]
         self._names = {id(buffer): {name} for name, buffer in wide}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,13 +179,13 @@ class Meetings(TorchFunctionMode):
         if called in _TAKING_PARTS and len(names) == 1 and names[0]:
             for tensor in tensors_in(result):
                 self._names[id(tensor)] = names[0]
-                self._made.append(tensor)
+                self._alive.append(tensor)
         return result
 
     def names(self) -> list[str]:
         """The buffers that have met some, and the equally named ones of other layers."""
         alike = {_without_numbers(name) for name in self._found}
-        wide = (name for name, one in self._model.named_buffers() if one.dtype == MASTER)
+        wide = (name for name, buffer in self._model.named_buffers() if buffer.dtype == MASTER)
         return [name for name in wide if _without_numbers(name) in alike]
 
 
@@ -212,10 +212,10 @@ def _without_numbers(name: str) -> str:
 def cast(tree: _Tree, old: torch.dtype, new: torch.dtype) -> _Tree:
     """The tree with its tensors of one dtype cast to another."""
 
-    def one(leaf: Any) -> Any:
+    def recast(leaf: Any) -> Any:
         return leaf.to(new) if isinstance(leaf, Tensor) and leaf.dtype == old else leaf
 
-    found: _Tree = tree_map(one, tree)
+    found: _Tree = tree_map(recast, tree)
     return found
 
 

@@ -31,7 +31,7 @@ from autopipe.tracing.export import Program
 from autopipe.tracing.low_precision import parameters_in
 
 _Gradients = list[Tensor | None]
-_Way = tuple[tuple[second_run.Call, ...], _Gradients]
+_Pass = tuple[tuple[second_run.Call, ...], _Gradients]
 """A way there and back: the calls of torch of a forward, and the gradients."""
 
 
@@ -65,10 +65,16 @@ class Measuring:
         rows = batches.rows_of(self.specs, self.leaves)
         ends = [self._alone(row, rows) for row in (0, rows - 1)]
         negated = {path: _negated(leaf) for path, leaf in self.leaves.items()}
-        more = [] if self.others is None else [self._with(self.others())]
+        other_rows = [] if self.others is None else [self._with(self.others())]
         first, twice, *others = (
             self._run(eager, leaves)
-            for leaves in (self.leaves, self._joined([self.leaves] * 2), *more, *ends, negated)
+            for leaves in (
+                self.leaves,
+                self._joined([self.leaves] * 2),
+                *other_rows,
+                *ends,
+                negated,
+            )
         )
         drawn = [self._run(eager, self.leaves, most) for most in second_run.DRAWS]
         runs = Runs(rows, first, twice, others, drawn)
@@ -125,8 +131,8 @@ class Measuring:
             yield partial(self._once, eager, leaves)
 
     def _once(self, eager: Program, leaves: Mapping[str, Any]) -> Any:
-        wanted = [leaves[spec.path] for spec in self.specs if spec.dtype != "python"]
-        return eager(*(leaf.clone() for leaf in wanted if isinstance(leaf, Tensor)))
+        leaves_of_tensors = [leaves[spec.path] for spec in self.specs if spec.dtype != "python"]
+        return eager(*(leaf.clone() for leaf in leaves_of_tensors if isinstance(leaf, Tensor)))
 
     def _check_again(self, eager: Program) -> None:
         """Refuse a model that keeps a value from one run to the next and computes with it.
@@ -135,12 +141,12 @@ class Measuring:
         calls of torch that have filled it, on these rows and on others.
         """
         with restoring(*eager.parts) as changed:
-            first = self._there_and_back(eager, self.leaves)
+            first = self._forward_backward(eager, self.leaves)
             names = changed()
             if not names:
                 return
-            second, *more = self._others_ahead(eager)
-        if all(_same(second, other) for other in more):
+            second, *later = self._others_ahead(eager)
+        if all(_same(second, other) for other in later):
             if _same(first, second) or _leaves_out(first, second) and self._fills(eager):
                 return
         raise CaptureError(
@@ -150,24 +156,24 @@ class Measuring:
             "first call is to initialise, call the model once for in model()",
         )
 
-    def _others_ahead(self, eager: Program) -> Iterator[_Way | str]:
+    def _others_ahead(self, eager: Program) -> Iterator[_Pass | str]:
         """A second run, and runs with counts far ahead (`Counts.runs`)."""
         counts = Counts(*eager.parts)
-        yield self._there_and_back(eager, self.leaves)
-        yield from counts.runs(partial(self._there_and_back, eager, self.leaves))
+        yield self._forward_backward(eager, self.leaves)
+        yield from counts.runs(partial(self._forward_backward, eager, self.leaves))
 
     def _fills(self, eager: Program) -> bool:
         """Whether other rows give the same in a second run as in a first one."""
         count = batches.rows_of(self.specs, self.leaves)
-        own = self._alone(count - 1, count)
-        others = own if self.others is None else self._with(self.others())
+        last_row = self._alone(count - 1, count)
+        others = last_row if self.others is None else self._with(self.others())
         with restoring(*eager.parts):
-            fresh = self._there_and_back(eager, others)
+            fresh = self._forward_backward(eager, others)
         with restoring(*eager.parts):
-            self._there_and_back(eager, self.leaves)
-            return _leaves_out(fresh, self._there_and_back(eager, others))
+            self._forward_backward(eager, self.leaves)
+            return _leaves_out(fresh, self._forward_backward(eager, others))
 
-    def _there_and_back(self, eager: Program, leaves: Mapping[str, Any]) -> _Way:
+    def _forward_backward(self, eager: Program, leaves: Mapping[str, Any]) -> _Pass:
         """The calls of torch in a forward, and the gradients of its backward, in which a custom
         Function may read values that forward has changed. Buffers and frozen parameters are put
         back."""
@@ -204,23 +210,23 @@ def _written(name: str) -> CaptureError:
     )
 
 
-def _same(one: _Way | str, other: _Way | str) -> bool:
-    if isinstance(one, str) or isinstance(other, str):  # it has failed
+def _same(first: _Pass | str, second: _Pass | str) -> bool:
+    if isinstance(first, str) or isinstance(second, str):  # it has failed
         return False
-    return one[0] == other[0] and _equal(one[1], other[1])
+    return first[0] == second[0] and _equal(first[1], second[1])
 
 
-def _leaves_out(one: _Way, other: _Way | str) -> bool:
+def _leaves_out(first: _Pass, second: _Pass | str) -> bool:
     """Whether another run gives the same gradients, and makes the same calls or fewer."""
-    if isinstance(other, str):
+    if isinstance(second, str):
         return False
-    return second_run.leaves_out(one[0], other[0]) and _equal(one[1], other[1])
+    return second_run.leaves_out(first[0], second[0]) and _equal(first[1], second[1])
 
 
-def _equal(ones: _Gradients, others: _Gradients) -> bool:
+def _equal(first: _Gradients, second: _Gradients) -> bool:
     return all(
         a is b if a is None or b is None else torch.equal(a.to_dense(), b.to_dense())
-        for a, b in zip(ones, others, strict=True)
+        for a, b in zip(first, second, strict=True)
     )
 
 

@@ -58,18 +58,18 @@ class ModuleCall:
         self._labels: dict[int, Hashable] = {}
         self._paths = {id(inner): path for path, inner in module.named_modules()}
         self._spaces = namespaces_of(module)
-        own: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
-        for name, tensor in own:
+        states: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+        for name, tensor in states:
             self._hold(tensor, ("own", name))
-        mine = {storage_key(tensor) for _, tensor in own}
+        storages = {storage_key(tensor) for _, tensor in states}
         self._given = distinct_tensors(args)
-        self._log.append(self._attempt(lambda: self._arguments(args, mine)))
-        self._outside = mine | {storage_key(tensor) for tensor in self._held}
+        self._log.append(self._attempt(lambda: self._arguments(args, storages)))
+        self._outside = storages | {storage_key(tensor) for tensor in self._held}
         self._versions = [version(tensor) for tensor in self._held]
         self._known = len(self._held)
         self._before = self._attempt(self._surroundings)
         self._log.append((self._attempt(lambda: plain_values(self._spaces)), modes()))
-        self._asked: dict[tuple[Hashable, str], Hashable] = {}
+        self._read: dict[tuple[Hashable, str], Hashable] = {}
         self._made: list[Tensor] = []
 
     def doubt(self) -> None:
@@ -88,15 +88,15 @@ class ModuleCall:
             self._labels[id(tensor)] = label
             self._held.append(tensor)
 
-    def _arguments(self, args: Any, mine: set[int]) -> Hashable:
+    def _arguments(self, args: Any, own_storages: set[int]) -> Hashable:
         storages: dict[int, int] = {}
         for number, tensor in enumerate(self._given):
             key = storage_key(tensor)
-            if key in mine:
+            if key in own_storages:
                 raise Doubt
             place = storages.setdefault(key, number)
             self._hold(tensor, ("argument", number, place, look_of(tensor)))
-        return self._told(args)
+        return self._labelled(args)
 
     def _surroundings(self) -> Hashable:
         """The attributes of all modules inside, and the globals of their code."""
@@ -106,14 +106,14 @@ class ModuleCall:
         return (tuple(attributes), plain_values(self._spaces))
 
     def reads(
-        self, module: nn.Module, own: dict[str, Any], name: str, asking: Mapping[str, Any]
+        self, module: nn.Module, attributes: dict[str, Any], name: str, namespace: Mapping[str, Any]
     ) -> None:
         """Log that code reads an attribute of some module."""
         whose = self._paths.get(id(module), id(module))
-        if name == "__dict__" and str(asking.get("__name__")).startswith("torch.nn.modules."):
+        if name == "__dict__" and str(namespace.get("__name__")).startswith("torch.nn.modules."):
             return
-        value = self._attempt(lambda: _attribute(own, name))
-        self._asked[whose, name] = value
+        value = self._attempt(lambda: _attribute(attributes, name))
+        self._read[whose, name] = value
         if value is not ABSENT:
             self._log.append((whose, name, value))
 
@@ -123,55 +123,55 @@ class ModuleCall:
             return
 
         def entry() -> Hashable:
-            told = self._told((args, kwargs))
+            arguments = self._labelled((args, kwargs))
             for tensor in distinct_tensors(result):
                 self._hold(tensor, (len(self._held), look_of(tensor)))
-            return function, told, self._told(result), modes()
+            return function, arguments, self._labelled(result), modes()
 
         self._log.append(self._attempt(entry))
 
-    def _told(self, value: Any) -> Hashable:
+    def _labelled(self, value: Any) -> Hashable:
         """A value with labels in the place of tensors."""
         if isinstance(value, Tensor):
             if id(value) not in self._labels:
                 raise Doubt  # it comes from nowhere: a global, or kept from an earlier call
             return self._labels[id(value)]
         if isinstance(value, tuple | list):
-            return type(value), tuple(self._told(item) for item in value)
+            return type(value), tuple(self._labelled(item) for item in value)
         if isinstance(value, dict):
-            return dict, tuple((key, self._told(item)) for key, item in value.items())
+            return dict, tuple((key, self._labelled(item)) for key, item in value.items())
         if isinstance(value, slice):
-            return slice, self._told((value.start, value.stop, value.step))
+            return slice, self._labelled((value.start, value.stop, value.step))
         found = frozen(value)
         if not isinstance(value, (*VALUES, *FIXED, float, complex)):
             raise Doubt
         return found
 
-    def goes_as(self, other: ModuleCall) -> bool:
+    def begins_like(self, other: ModuleCall) -> bool:
         """Whether this call, which has just begun, finds the same values that another has found."""
         if self._doubtful or self._log != other._log[: len(self._log)]:
             return False
         inside = {path: vars(module) for path, module in self.module.named_modules()}
         return all(
             whose in inside and _attribute(inside[whose], name) == value
-            for (whose, name), value in other._asked.items()
+            for (whose, name), value in other._read.items()
         )
 
     def results_like(self) -> list[Tensor] | None:
         """New fake tensors that look like those that this call made; None: that is impossible."""
         with torch.enable_grad():
-            made = [_other_like(tensor) for tensor in self._made]
-        alike = map(look_of, made), map(look_of, self._made)
-        return (
-            made if all(is_fake(tensor) for tensor in made) and [*alike[0]] == [*alike[1]] else None
-        )
+            results = [_other_like(tensor) for tensor in self._made]
+        if not all(map(is_fake, results)):
+            return None
+        alike = [*map(look_of, results)] == [*map(look_of, self._made)]
+        return results if alike else None
 
-    def as_if(self, other: ModuleCall, made: Sequence[Tensor]) -> Any:
-        """Take over another call's log; returns its result with `made` as the new tensors."""
+    def take_over(self, other: ModuleCall, results: Sequence[Tensor]) -> Any:
+        """Take over another call's log; returns its result with `results` as the new tensors."""
         self._log = other._log[:-1]
-        for tensor, like in zip(made, other._made, strict=True):
+        for tensor, like in zip(results, other._made, strict=True):
             self._hold(tensor, other._labels[id(like)])
-        return whole_of(other.tree, [*self._given, *made])
+        return whole_of(other.tree, [*self._given, *results])
 
     def finish(self, output: Any) -> Hashable:
         """End the log; returns `done`."""
@@ -194,14 +194,14 @@ class ModuleCall:
         keys = [storage_key(tensor) for tensor in self._made]
         if len(set(keys)) < len(keys) or not self._outside.isdisjoint(keys):
             raise Doubt
-        return self._told(output)
+        return self._labelled(output)
 
 
-def _attribute(own: Mapping[str, Any], name: str) -> Hashable:
+def _attribute(attributes: Mapping[str, Any], name: str) -> Hashable:
     """An attribute of a module in a form that can be compared."""
     if name == "__dict__":
-        return attributes_of(own)
-    return frozen(own[name]) if name in own else ABSENT
+        return attributes_of(attributes)
+    return frozen(attributes[name]) if name in attributes else ABSENT
 
 
 def _other_like(tensor: Tensor) -> Tensor:

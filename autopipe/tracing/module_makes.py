@@ -99,9 +99,9 @@ def modes() -> Hashable:
     return torch.is_grad_enabled(), autocast
 
 
-def attributes_of(own: Mapping[str, Any]) -> Hashable:
+def attributes_of(attributes: Mapping[str, Any]) -> Hashable:
     """The attributes that a module has of its own."""
-    return tuple((name, frozen(v)) for name, v in own.items() if name not in INTERNAL)
+    return tuple((name, frozen(v)) for name, v in attributes.items() if name not in INTERNAL)
 
 
 def namespaces_of(module: nn.Module) -> list[Mapping[str, Any]]:

@@ -86,9 +86,9 @@ class Likeness:
                 kinds: list[ModuleCall] = []
                 for number, path in enumerate(siblings):
                     module, _ = self.candidates[path]
-                    sure = number in (0, 1, len(siblings) - 1)
-                    sure |= not self._later and number & (number - 1) == 0
-                    module.forward = self._forward(module, kinds, sure)
+                    must_run = number in (0, 1, len(siblings) - 1)
+                    must_run |= not self._later and number & (number - 1) == 0
+                    module.forward = self._forward(module, kinds, must_run)
                     until.callback(delattr, module, "forward")
                     begin, end = self._begin(path, module), self._end(path, kinds)
                     before = module.register_forward_pre_hook(begin, with_kwargs=True)
@@ -145,25 +145,27 @@ class Likeness:
         return end
 
     def _forward(
-        self, module: nn.Module, kinds: list[ModuleCall], sure: bool
+        self, module: nn.Module, kinds: list[ModuleCall], must_run: bool
     ) -> Callable[..., Any]:
-        """A forward for a module: foretold by a sibling if it can be and is not `sure` to run."""
-        own = module.forward
+        """A forward for a module: foretold by a sibling if it can be, unless it `must_run`."""
+        original = module.forward
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             call, self.running = self.running, None  # reads of attributes here are not the module's
             if self._foretell and call is not None and call.module is module:
                 with no_function_modes():
-                    call.likely = [kind for kind in kinds if call.goes_as(kind)]
-                    likely = call.likely[0] if len(call.likely) == 1 and not sure else None
-                    made = likely.results_like() if likely is not None and likely.proved else None
-                if likely is not None and made is not None:
+                    call.likely = [kind for kind in kinds if call.begins_like(kind)]
+                    likely = call.likely[0] if len(call.likely) == 1 and not must_run else None
+                    results = (
+                        likely.results_like() if likely is not None and likely.proved else None
+                    )
+                if likely is not None and results is not None:
                     self._foretold += 1
                     self.running = call
-                    return call.as_if(likely, made)
+                    return call.take_over(likely, results)
             self.running = call
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
         return forward
 

@@ -85,10 +85,10 @@ def _check_tensors(model: nn.Module) -> None:
         torch_private.storage_key(p): n for n, p in model.named_parameters() if p.requires_grad
     }
     for name, buffer in model.named_buffers():
-        of = trained.get(torch_private.storage_key(buffer)) if buffer.numel() else None
-        if of is not None:
+        owner = trained.get(torch_private.storage_key(buffer)) if buffer.numel() else None
+        if owner is not None:
             raise ModelError(
-                f"the buffer {name!r} is in the memory of the parameter {of!r}, and changes as "
+                f"the buffer {name!r} is in the memory of the parameter {owner!r}, and changes as "
                 "that is trained; ranks have them as two tensors",
                 hint="read it from the parameter in forward, by .detach(); or register a copy: "
                 ".detach().clone()",
@@ -134,11 +134,11 @@ def trace_source(
         if isinstance(model, nn.Module):
             return plain(model)
         # Calls that run as they are are measured there and back: with gradients of all weights.
-        needed, found = 2 * parameter_bytes(skeleton), host_memory.available()
-        if needed > found:
+        needed, free = 2 * parameter_bytes(skeleton), host_memory.available()
+        if needed > free:
             raise NoRoom(
                 "the model must run once with its weights: they and their gradients take "
-                f"{numbers.memory(needed)}, and {numbers.memory(found)} are free",
+                f"{numbers.memory(needed)}, and {numbers.memory(free)} are free",
                 hint="express the branch as a computation (torch.where)",
             )
         with torch.random.fork_rng(devices=[]):  # a seed in it is of its weights, not of draws
@@ -155,7 +155,7 @@ def trace_source(
         symbolic=symbolic,
         outputs=outputs,
         kept=kept,
-        own=model if isinstance(model, nn.Module) else None,
+        original=model if isinstance(model, nn.Module) else None,
         others=others,
         say=say,
     )
@@ -182,7 +182,7 @@ def trace_as_planned(
         regions=plan.regions,
         symbolic=not plan.rows_fixed,
         kept=kept_by(plan),
-        own=model if isinstance(model, nn.Module) else None,
+        original=model if isinstance(model, nn.Module) else None,
     )
 
 

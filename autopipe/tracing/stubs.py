@@ -112,41 +112,41 @@ def _forward(
     module: nn.Module, path: str, firsts: list[_First], numbers: Iterator[int]
 ) -> Callable[..., Any]:
     """The forward of a module: a stub if one of the `firsts` had equal arguments."""
-    own = module.forward
+    original = module.forward
     called = False
 
-    def traced(args: Any, kwargs: Any, told: Any, given: list[Tensor]) -> Any:
+    def traced(args: Any, kwargs: Any, described: Any, given: list[Tensor]) -> Any:
         number = next(numbers)
         begin_op(given, number)
-        output = own(*args, **kwargs)
-        made = [t for t in distinct_tensors(output) if not any(t is tensor for tensor in given)]
-        _results[number] = [_Look(tuple(t.shape), t.stride(), t.dtype, t.device) for t in made]
-        carrying = tuple(tensor.requires_grad for tensor in made)
-        firsts.append(_First(number, told, parts_of(output, [*given, *made]), carrying))
-        end_op(made, number)
+        output = original(*args, **kwargs)
+        new = [t for t in distinct_tensors(output) if not any(t is tensor for tensor in given)]
+        _results[number] = [_Look(tuple(t.shape), t.stride(), t.dtype, t.device) for t in new]
+        carrying = tuple(tensor.requires_grad for tensor in new)
+        firsts.append(_First(number, described, parts_of(output, [*given, *new]), carrying))
+        end_op(new, number)
         return output
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal called
         if called:
             raise Unlike(f"{path} is called again")
         called = True
         given = list(distinct_tensors((args, kwargs)))
-        told = _told((args, kwargs), given)
-        first = next((first for first in firsts if first.arguments == told), None)
+        described = _comparable((args, kwargs), given)
+        first = next((first for first in firsts if first.arguments == described), None)
         if first is None:
-            return traced(args, kwargs, told, given)
+            return traced(args, kwargs, described, given)
         trained = [p for p in module.parameters() if p.requires_grad][:1]
-        made = stand_in_op([*given, *trained], first.number)
-        if tuple(tensor.requires_grad for tensor in made) != first.carrying:
+        new = stand_in_op([*given, *trained], first.number)
+        if tuple(tensor.requires_grad for tensor in new) != first.carrying:
             raise Unlike(f"a gradient flows through {path} otherwise than through those like it")
-        return whole_of(first.output, [*given, *made])
+        return whole_of(first.output, [*given, *new])
 
     return forward
 
 
-def _told(tree: Any, tensors: Sequence[Tensor]) -> Any:
+def _comparable(tree: Any, tensors: Sequence[Tensor]) -> Any:
     """Arguments, and torch's modes around the call, in a form that can be compared."""
     storages: dict[int, int] = {}
     looks = tuple(
@@ -179,7 +179,7 @@ class Span:
     stop: int = 0
     results: tuple[Value, ...] = ()
 
-    def again(
+    def copied(
         self,
         nodes: Sequence[Node],
         scopes: tuple[str, ...],
@@ -203,10 +203,10 @@ class Span:
         if Visit.of(home).number or Visit.of(there).number:
             raise Unlike(f"{home} or {there} is called more than once")
         known: dict[Value, Value] = {}
-        for mine, other in zip(self.arguments, arguments, strict=False):
-            if known.setdefault(mine, other) != other:
+        for argument, counterpart in zip(self.arguments, arguments, strict=False):
+            if known.setdefault(argument, counterpart) != counterpart:
                 raise Unlike(f"{home} takes one tensor where {there} takes two")
-        made: list[Node] = []
+        added: list[Node] = []
         before = nodes[: self.first]
         for node in nodes[self.first : self.stop]:
             depth = len(self.scopes)
@@ -215,16 +215,16 @@ class Span:
             inner = tuple(_moved(scope, home, there) for scope in node.scopes[depth:])
             for value in node.values():
                 if value not in known:
-                    known[value] = _own(value, home, there, states, before)
+                    known[value] = _counterpart(value, home, there, states, before)
             alike = replace(
                 node.reading(known),
                 name=name((*scopes, *inner), node.op),
                 scopes=(*scopes, *inner),
             )
-            made.append(alike)
+            added.append(alike)
             for number in range(len(node.outputs)):
                 known[Ref(node.name, number)] = Ref(alike.name, number)
-        return made, tuple(known[result] for result in self.results)
+        return added, tuple(known[result] for result in self.results)
 
 
 def _moved(path: str, home: str, there: str) -> str:
@@ -233,23 +233,23 @@ def _moved(path: str, home: str, there: str) -> str:
     return there + path.removeprefix(home)
 
 
-def _own(
+def _counterpart(
     value: Value, home: str, there: str, states: Mapping[str, object], before: Sequence[Node]
 ) -> Value:
     """The equal block's counterpart of a state of the first block, or of a cast of such a state
     made before the block: buffers read in 16 bits are all cast before the first block."""
     if isinstance(value, State):
-        return _own_state(value, home, there, states)
+        return _state_counterpart(value, home, there, states)
     cast = next((node for node in before if Ref(node.name) == value and node.short == "to"), None)
     if cast is not None and isinstance(state := cast.args[0], State):
-        alike = cast.reading({state: _own_state(state, home, there, states)})
+        alike = cast.reading({state: _state_counterpart(state, home, there, states)})
         for node in before:
             if (node.op, node.args, node.kwargs) == (alike.op, alike.args, alike.kwargs):
                 return Ref(node.name)
     raise Unlike(f"{value} comes into {home} from outside, and not as an argument")
 
 
-def _own_state(value: State, home: str, there: str, states: Mapping[str, object]) -> State:
+def _state_counterpart(value: State, home: str, there: str, states: Mapping[str, object]) -> State:
     """The equal block's parameter or buffer that corresponds to one of the first block."""
     moved = _moved(value.name, home, there)
     if moved not in states:

@@ -136,10 +136,10 @@ class AtLengths:
     def _run(self, example: Any, specs: Sequence[InputSpec]) -> Trace:
         if self._reads is None:
             return trace_source(self._model, example, specs, self._loss, kept=self._kept)
-        own = self._model if isinstance(self._model, nn.Module) else None
+        original = self._model if isinstance(self._model, nn.Module) else None
         model = bare(self._model)
         reads, kept = self._reads, self._kept
-        return trace(model, example, specs, self._loss, reads=reads, kept=kept, own=own)
+        return trace(model, example, specs, self._loss, reads=reads, kept=kept, original=original)
 
 
 def shorter(example: Any, specs: Sequence[InputSpec], length: int) -> Any:

@@ -80,7 +80,7 @@ class Trace:
         for place in self.asks_for_gpus if gpus else ():
             yield (
                 f"{place}: asks whether a tensor is on a GPU; the graph is traced on a CPU, and "
-                "its ranks do what a CPU is told there"
+                "its ranks do there what the model does on a CPU"
             )
 
 
@@ -97,7 +97,7 @@ def trace(
     symbolic: bool = True,
     outputs: bool = False,
     kept: SixteenBits | None = None,
-    own: nn.Module | None = None,
+    original: nn.Module | None = None,
     others: Callable[[], object] | None = None,
     say: Say | None = None,
 ) -> Trace:
@@ -115,8 +115,8 @@ def trace(
             a symbol as well (`tracing.symbolic_sequence`).
         outputs: whether the graph also returns the model's own outputs.
         kept: how the model is trained in 16 bits (`low_precision`); None: as it is built.
-        own: the user's module that `model` is a copy of, if it was given as one: the loss may hold
-            it, and read its parameters.
+        original: the user's module that `model` is a copy of, if it was given as one: the loss may
+            hold it, and read its parameters.
         others: makes a batch of as many other rows; a call in which Python reads other values of
             these rows becomes a region.
         say: receives one line of progress text at a time.
@@ -131,14 +131,14 @@ def trace(
     if model.training != training:  # a model in training keeps what parts of it are set to
         model.train(training)
     if training:
-        for module in (model, *([] if own is None else [own])):
+        for module in (model, *([] if original is None else [original])):
             unsaid.check_model(module)
     say = say or (lambda line: None)
     # A buffer may be read in 16 bits instead: making weights takes many times as long as a look.
     dtypes_first = kept is not None
     while True:
         program = Program(model, batch, loss, specs, outputs=outputs, kept=kept)
-        program.twins = () if own is None else (own,)
+        program.twins = () if original is None else (original,)
         program.training = training
         tracing = _Tracing(
             *(program, leaves, tuple(specs), tuple(regions), symbolic, kept, say),
@@ -149,14 +149,14 @@ def trace(
             with parameters_in(model, kept):
                 return tracing.recorded(real) if reads is None else tracing.replayed(reads)
         except CaptureError as error:
-            more = tracing.meetings()
-            if not more and isinstance(error, DtypesDiffer):
+            meeting = tracing.meetings()
+            if not meeting and isinstance(error, DtypesDiffer):
                 dtypes_first = False
                 continue
-            if kept is None or not more:
+            if kept is None or not meeting:
                 raise
-            kept = kept._replace(buffers=(*kept.buffers, *more))
-            say(read_low(more, kept.dtype))
+            kept = kept._replace(buffers=(*kept.buffers, *meeting))
+            say(read_low(meeting, kept.dtype))
 
 
 def _answer(read: Read) -> tuple[str, str]:
@@ -223,8 +223,8 @@ class _Tracing:
         found = with_regions(program.model, lambda: program.twins, with_these, measuring.measure)
         if program.asked_for_others:
             self.say(
-                "the model asks torch.distributed for other processes, and is told that there are "
-                "none: each replica computes its statistics by itself"
+                "the model asks torch.distributed for other processes, and the answer is that "
+                "there are none: each replica computes its statistics by itself"
             )
         return found
 
@@ -341,8 +341,10 @@ class _Tracing:
             check_operands(graph, self.kept.dtype)
             check_followers(graph, self.kept.dtype)
             graph = with_masters(graph, self.kept)
-        used = tuple(one.region for one in graph.regions.values())
+        regions = tuple(running.region for running in graph.regions.values())
         rows = None if self.symbolic else batches.rows_of(self.specs, self.leaves)
         asks = tuple(sorted(program.asks_for_gpus))
         paths, unsteady = program.paths, program.unsteady
-        return Trace(graph, self.specs, tuple(reads), paths, unsteady, used, rows, asks, self.kept)
+        return Trace(
+            graph, self.specs, tuple(reads), paths, unsteady, regions, rows, asks, self.kept
+        )

@@ -186,13 +186,13 @@ def _checkpoints(nodes: Sequence[Node], copies: Container[Node]) -> Iterator[ran
 def _trained(graph: Graph) -> set[int]:
     """The positions of the nodes through which a gradient of the loss goes."""
     carrying: set[Value] = {State(name) for name, state in graph.states.items() if state.trainable}
-    made = set[int]()
+    forward = set[int]()
     for position, node in enumerate(graph.nodes):
         if node.grad and node.op != "aten.detach.default" and carrying & set(node.values()):
-            made.add(position)
+            forward.add(position)
             carrying |= {Ref(node.name, n) for n in range(len(node.outputs))}
     needed, found = set(values_in(graph.outputs[:1])), set[int]()
-    for position in sorted(made, reverse=True):
+    for position in sorted(forward, reverse=True):
         node = graph.nodes[position]
         if needed & {Ref(node.name, n) for n in range(len(node.outputs))}:
             found.add(position)
@@ -233,7 +233,7 @@ def _refusal(node: Node, state: object) -> CaptureError:
     )
 
 
-def wanted(
+def checkpointed_blocks(
     flow: Dataflow, blocks: Sequence[Block], say: Callable[[str], None]
 ) -> tuple[str, ...] | None:
     """The paths of the blocks that the model itself checkpoints; None: it has no checkpoint.
@@ -248,13 +248,13 @@ def wanted(
     again: list[str] = []
     kept: dict[str, str] = {}
     for block in blocks:
-        own = range(block.first, block.stop)
-        part = [position for position in own if position in asked]
-        reason = obstacle(flow, own, block.prefix)
-        if len(part) == len(own) and reason is None:
+        positions = range(block.first, block.stop)
+        part = [position for position in positions if position in asked]
+        reason = obstacle(flow, positions, block.prefix)
+        if len(part) == len(positions) and reason is None:
             again.append(block.path)
         elif part:
-            what = "a part of " if len(part) < len(own) else ""
+            what = "a part of " if len(part) < len(positions) else ""
             because = f", which cannot: {reason}" if reason is not None else ""
             kept.setdefault(asked[part[0]], f"{what}block {block.path!r}{because}")
         for position in part:

@@ -164,7 +164,7 @@ class _Recording(TorchFunctionMode):
             number = args[0].item()
             place = user_lines.here(alone=True)
             self.reads.append(Read(name, number, place, checked=self._numbers))
-            self._hold(len(self.reads) - 1)
+            self._check_expected(len(self.reads) - 1)
             return format(self._shown(number), args[1])
         if name not in _READERS or name == "__format__" or not known:
             return func(*args, **kwargs)
@@ -178,7 +178,7 @@ class _Recording(TorchFunctionMode):
         if unknown:
             raise ReadsParameter(place)
         self.reads.append(Read(name, _value(name, tensor), place))
-        self._hold(len(self.reads) - 1)
+        self._check_expected(len(self.reads) - 1)
         return _READERS[name](tensor)
 
     def _unknown(self, tensor: Tensor) -> bool:
@@ -190,10 +190,10 @@ class _Recording(TorchFunctionMode):
         if unknown:
             raise ReadsParameter(read.place)
         self.reads[index] = replace(read, checked=True)
-        self._hold(index)
+        self._check_expected(index)
         return read.value
 
-    def _hold(self, index: int) -> None:
+    def _check_expected(self, index: int) -> None:
         """Refuse a read that differs from the expected one, at the place where it is used."""
         if self._expected is None:
             return
@@ -268,9 +268,9 @@ def record(
                 layers = []
                 for shown in logged_reads.SHOWN:
                     seeing = _Recording(taint, numbers, shown=shown)
-                    with lists_as_one_read(), taint, seeing, logged_reads.LayersUsed() as of_it:
+                    with lists_as_one_read(), taint, seeing, logged_reads.LayersUsed() as in_run:
                         again()
-                    layers.append(of_it.calls)
+                    layers.append(in_run.calls)
                 if any(calls != layers[0] for calls in layers):
                     raise NeedsNumbers
         except (AutopipeError, ReadsParameter, NeedsNumbers):
@@ -312,10 +312,10 @@ class _Replaying(TorchFunctionMode):
         if name == "__format__" and is_fake(args[0]) and not self._is_next(name):
             return logged_reads.as_text(*args)
         if name not in _READERS or not args or not isinstance(args[0], Tensor):
-            made = func(*used(args), **used(kwargs or {}))
-            if any(map(of_unknown_size, tensors_in(made))):
+            result = func(*used(args), **used(kwargs or {}))
+            if any(map(of_unknown_size, tensors_in(result))):
                 raise refusals.depends_on_values(user_lines.here())
-            return made
+            return result
         index, self._next = self._next, self._next + 1
         if index >= len(self._reads) or self._reads[index].kind != name:
             expected = self._reads[index].kind if index < len(self._reads) else "no further read"

@@ -106,7 +106,7 @@ class PlanRequest:
         """Paths of the blocks that the user or the model wants recomputed, and words for ops that
         are to run again in the others (`asked_ops`); None: neither says."""
         if self.recompute is None:
-            return user_checkpoints.wanted(flow, blocks, say)
+            return user_checkpoints.checkpointed_blocks(flow, blocks, say)
         words = words_of_option("recompute", self.recompute, [NOTHING])
         op_words = [word for word in words if is_for_ops(word)]
         check_meant(flow, blocks, op_words)

@@ -89,7 +89,7 @@ def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> reques
         blocks,
         plan.batch.rows,
         least_rows(trace.graph),
-        user_checkpoints.wanted(flow, blocks, say),
+        user_checkpoints.checkpointed_blocks(flow, blocks, say),
         trace.graph,
         offload=(),  # which no sheet tells of
     )

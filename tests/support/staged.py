@@ -34,7 +34,7 @@ def trace_model(model, inputs, loss=None, *, rows=(2, 3), **options):
     batch = inputs(rows[0])
     specs = batches.describe(batch, inputs(rows[1]), *rows)
     options.setdefault("real", lambda: plain(model))
-    options.setdefault("own", model)
+    options.setdefault("original", model)
     return trace(fake_copy(plain(model)), batch, specs, loss, **options)
 
 

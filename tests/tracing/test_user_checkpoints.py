@@ -61,7 +61,7 @@ def found_of(model, inputs=inputs):
     """What a model is found to ask for, and what is said of it."""
     said = []
     found = trace_model(model, inputs)
-    return user_checkpoints.wanted(
+    return user_checkpoints.checkpointed_blocks(
         analyse(found.graph), find_blocks(found.graph), said.append
     ), said
 
@@ -143,7 +143,7 @@ def test_gradients_are_those_of_the_checkpointed_model():
     model = Net(RUNS["every other"][0])
     found, batch = trace_model(model, inputs), inputs(2)
     blocks = find_blocks(found.graph)
-    wanted = user_checkpoints.wanted(analyse(found.graph), blocks, lambda line: None)
+    wanted = user_checkpoints.checkpointed_blocks(analyse(found.graph), blocks, lambda line: None)
     (stage,) = split(found, [])
     states = {**dict(model.named_parameters()), **found.graph.constants}
     lowered = lower(found.graph, stage, blocks, states, found.reads, 2, last=True, recompute=wanted)

@@ -50,7 +50,7 @@ def test_a_branch_for_gpus_is_told_where_ranks_are_gpus() -> None:
     first = OnGPUs.forward.__code__.co_firstlineno
     expected = [
         f"{__file__}:{first + after}: asks whether a tensor is on a GPU; the graph is traced on a "
-        "CPU, and its ranks do what a CPU is told there"
+        "CPU, and its ranks do there what the model does on a CPU"
         for after in (2, 4)
     ]
     for cluster, lines in ((GPUS, expected), (processes(2), [])):
