@@ -60,11 +60,11 @@ class _Sides:
         If `chosen` has no value, of the first side: both have results of the same shapes.
         """
         side = self.sides[0 if is_fake(chosen) or bool(chosen) else 1]
-        own = (state_of(self.model, t) if isinstance(t, str) else t for t in self.read)
-        with _Replacing({id(old): new for old, new in zip(own, tensors, strict=True)}):
-            made = distinct_tensors(side(*whole_of(self.operands, tensors)))
+        originals = (state_of(self.model, t) if isinstance(t, str) else t for t in self.read)
+        with _Replacing({id(old): new for old, new in zip(originals, tensors, strict=True)}):
+            results = distinct_tensors(side(*whole_of(self.operands, tensors)))
         given = set(map(id, tensors))
-        return [tensor.clone() if id(tensor) in given else tensor for tensor in made]
+        return [tensor.clone() if id(tensor) in given else tensor for tensor in results]
 
 
 _known: dict[str, _Sides] = {}
@@ -77,15 +77,15 @@ class _Replacing(TorchFunctionMode):
         super().__init__()
         self._others = others
 
-    def _other(self, arg: Any) -> Any:
+    def _replaced(self, arg: Any) -> Any:
         return self._others.get(id(arg), arg) if isinstance(arg, Tensor) else arg
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(self._other, (args, kwargs or {}))
+        args, kwargs = tree_map(self._replaced, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-class _Taken(torch.autograd.Function):
+class _ChosenSide(torch.autograd.Function):
     """Runs a side and saves its inputs; backward runs it again, under the autocast of forward."""
 
     @staticmethod
@@ -97,26 +97,26 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         chosen, *saved = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
-        pairs = list(zip(saved, wanted, strict=True))
-        given = [tensor.detach().requires_grad_(needed) for tensor, needed in pairs]
+        needed = ctx.needs_input_grad[2:]
+        pairs = list(zip(saved, needed, strict=True))
+        given = [tensor.detach().requires_grad_(needs) for tensor, needs in pairs]
         with torch.enable_grad(), ctx.autocast():
-            made = _known[ctx.call].run(chosen, given)
-        carrying = [number for number, tensor in enumerate(made) if tensor.requires_grad]
+            results = _known[ctx.call].run(chosen, given)
+        carrying = [number for number, tensor in enumerate(results) if tensor.requires_grad]
         found = torch.autograd.grad(
-            [made[number] for number in carrying],
+            [results[number] for number in carrying],
             [tensor for tensor in given if tensor.requires_grad],
             [gradients[number] for number in carrying],
             allow_unused=True,
             materialize_grads=True,
         )
         each = iter(found)
-        return None, None, *(next(each) if needed else None for needed in wanted)
+        return None, None, *(next(each) if needs else None for needs in needed)
 
 
 def _run(chosen: Tensor, tensors: Sequence[Tensor], call: str) -> list[Tensor]:
     with autocast_inside():
-        return list(_Taken.apply(call, chosen, *tensors))  # type: ignore[no-untyped-call]
+        return list(_ChosenSide.apply(call, chosen, *tensors))  # type: ignore[no-untyped-call]
 
 
 _library.impl("cond", _run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
@@ -147,22 +147,22 @@ def _op(
     for side in (true_fn, false_fn):
         with no_modes(), torch.no_grad(), _Drawing(), _Reading(read) as reading:
             with replacing(torch.cond, _nested):
-                made = side(*operands)
-        found = distinct_tensors(made)
+                result = side(*operands)
+        found = distinct_tensors(result)
         try:
-            gives.append(parts_of(made, found))
+            gives.append(parts_of(result, found))
         except Unlike as error:
             raise _refusal(str(error)) from error
         texts.append((reading.lines, [(tuple(t.shape), t.dtype) for t in found]))
     if gives[0] != gives[1] or texts[0][1] != texts[1][1]:
         raise _refusal("its two functions give tensors of other shapes or dtypes")
     names = first_names(model)  # of the trace's own tensors, which the model has for a while
-    own = tuple(names.get(key, tensor) for key, tensor in read.items())
+    inputs = tuple(names.get(key, tensor) for key, tensor in read.items())
     called = parts_of(tuple(operands), tensors)
     digest = hashlib.sha256(repr([lines for lines, _ in texts]).encode()).hexdigest()[:12]
-    _known[digest] = _Sides((true_fn, false_fn), model, called, own, gives[0])
-    made = torch.ops.autopipe.cond.default(pred, [*read.values()], digest)
-    return whole_of(gives[0], made)
+    _known[digest] = _Sides((true_fn, false_fn), model, called, inputs, gives[0])
+    result = torch.ops.autopipe.cond.default(pred, [*read.values()], digest)
+    return whole_of(gives[0], result)
 
 
 def plain(
@@ -195,7 +195,7 @@ class _Reading(TorchFunctionMode):
         self._made: dict[int, Tensor] = {}
         self.lines: list[str] = []
 
-    def _told(self, arg: Any) -> Any:
+    def _described(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
             if id(arg) in self._made:
                 return f"made {[*self._made].index(id(arg))}"
@@ -209,14 +209,14 @@ class _Reading(TorchFunctionMode):
         if name in _VALUES:
             raise _refusal(f"one of its functions calls {name}")
         whose = getattr(getattr(func, "__self__", None), "__name__", "")
-        self.lines.append(f"{whose}.{name} {tree_map(self._told, (args, kwargs))}")
+        self.lines.append(f"{whose}.{name} {tree_map(self._described, (args, kwargs))}")
         before = [(tensor, version(tensor)) for tensor in tensors_in((args, kwargs))]
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if any(id(t) in self._read and version(t) != count for t, count in before):
             raise _refusal("one of its functions writes a tensor in place")
         known = self._read.keys() | self._made.keys()
-        self._made |= {id(t): t for t in tensors_in(made) if id(t) not in known}
-        return made
+        self._made |= {id(t): t for t in tensors_in(result) if id(t) not in known}
+        return result
 
 
 _VALUES = frozenset("__bool__ __int__ __float__ __index__ item tolist numpy is_nonzero".split())

@@ -67,15 +67,15 @@ def _run(tensors: Sequence[Tensor], call: str, random: bool = False) -> list[Ten
     applied = _known[call]
     with autocast_inside():
         results = _results(applied, tensors)
-    theirs = {storage_key(tensor) for tensor in tensors}
-    return [r.clone() if storage_key(r) in theirs else r for r in results]
+    given = {storage_key(tensor) for tensor in tensors}
+    return [r.clone() if storage_key(r) in given else r for r in results]
 
 
 def _results(applied: _Applied, tensors: Sequence[Tensor]) -> list[Tensor]:
     given, before = iter(tensors), [version(tensor) for tensor in tensors]
-    made = applied.apply(*(next(given) if a is _PLACE else a for a in applied.arguments))
-    applied.single = isinstance(made, Tensor)
-    results = [made] if isinstance(made, Tensor) else list(made)
+    output = applied.apply(*(next(given) if a is _PLACE else a for a in applied.arguments))
+    applied.single = isinstance(output, Tensor)
+    results = [output] if isinstance(output, Tensor) else list(output)
     if not all(isinstance(result, Tensor) for result in results):
         raise _refusal(applied.kind, "gives something that is no tensor")
     if before != [version(tensor) for tensor in tensors]:
@@ -111,8 +111,8 @@ def as_ops() -> Iterator[None]:
             raise _refusal(kind, "is one of two of that name")
         _known[call] = _Applied(kind, apply, arguments)
         random = (True,) if _draws(_known[call], tensors) else ()
-        made = torch.ops.autopipe.function.default(tensors, call, *random)
-        return made[0] if _known[call].single else tuple(made)
+        results = torch.ops.autopipe.function.default(tensors, call, *random)
+        return results[0] if _known[call].single else tuple(results)
 
     with replacing_custom_functions(applied):
         yield
@@ -159,12 +159,12 @@ def _draws(applied: _Applied, tensors: Sequence[Tensor]) -> bool:
 
 
 def _written_by_backward(results: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-    made = [result for result in results if result.requires_grad]
-    wanted = [tensor for tensor in given if tensor.requires_grad]
+    outputs = [result for result in results if result.requires_grad]
+    inputs = [tensor for tensor in given if tensor.requires_grad]
     before = [version(tensor) for tensor in given]
-    if made:
-        gradients = [torch.ones_like(result) for result in made]
-        torch.autograd.grad(made, wanted, gradients, allow_unused=True)
+    if outputs:
+        gradients = [torch.ones_like(result) for result in outputs]
+        torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
     return before != [version(tensor) for tensor in given]
 
 

@@ -133,52 +133,52 @@ def measured(
     )
 
 
-def _region(site: Site, number: int, every: Sequence[_Seen], rows: int, why: str) -> Region:
+def _region(site: Site, number: int, seen_runs: Sequence[_Seen], rows: int, why: str) -> Region:
     """The region of a call that was seen in each of `Runs`."""
-    one, twice, *others = every
-    left = sorted(set[str]().union(*(seen.left for seen in every)))
-    for seen in every:
+    first, twice, *others = seen_runs
+    left = sorted(set[str]().union(*(seen.left for seen in seen_runs)))
+    for seen in seen_runs:
         seen.left = {name: seen.left[name] for name in left if name in seen.left}
-    if any(seen.finds != one.finds for seen in every):
+    if any(seen.finds != first.finds for seen in seen_runs):
         raise Wider(site, "what forward sets in its modules differs from one call to the next")
-    if any((seen.given, seen.gives) != (one.given, one.gives) for seen in every):
+    if any((seen.given, seen.gives) != (first.given, first.gives) for seen in seen_runs):
         raise Wider(site, "its arguments or results differ from one call to the next")
-    written = {name: size for seen in every for name, size in seen.written.items()}
-    states = dict.fromkeys(n for seen in every for n in seen.states if n not in written)
-    places = {name: len(one.carrying) + n for n, name in enumerate(states)}
-    keeps = set[str | int]().union(*(seen.keeps for seen in every))
-    alike = [one, *others]
+    written = {name: size for seen in seen_runs for name, size in seen.written.items()}
+    states = dict.fromkeys(n for seen in seen_runs for n in seen.states if n not in written)
+    places = {name: len(first.carrying) + n for n, name in enumerate(states)}
+    keeps = set[str | int]().union(*(seen.keeps for seen in seen_runs))
+    alike = [first, *others]
     copies = sum(size for name, size in written.items() if name in keeps)  # a call has its own
     return Region(
-        *(site.module, site.method, number, why, one.given, one.gives),
+        *(site.module, site.method, number, why, first.given, first.gives),
         tuple(states),
         tuple(sorted(written)),
-        tuple(_result(site, n, every, rows) for n in range(len(one.results))),
-        any(seen.random for seen in every),
+        tuple(_result(site, n, seen_runs, rows) for n in range(len(first.results))),
+        any(seen.random for seen in seen_runs),
         rising(max(seen.flops for seen in alike), twice.flops, rows),
         rising(max(seen.saved for seen in alike) + copies, twice.saved + copies, rows),
         tuple(sorted(n for kept in keeps if isinstance(n := places.get(kept, kept), int))),  # type: ignore[arg-type]
-        max(seen.launches for seen in every),
-        all(seen.looked for seen in every),
+        max(seen.launches for seen in seen_runs),
+        all(seen.looked for seen in seen_runs),
         tuple(left),
-        one.finds,
-        tuple(n for n, carries in enumerate(one.carrying) if carries),
-        one.grad,
+        first.finds,
+        tuple(n for n, carries in enumerate(first.carrying) if carries),
+        first.grad,
     )
 
 
-def _result(site: Site, number: int, every: Sequence[_Seen], rows: int) -> Result:
-    one, two, *others = (seen.results[number] for seen in every)
-    if one.ndim != two.ndim or any(one.shape != other.shape for other in others):
+def _result(site: Site, number: int, seen_runs: Sequence[_Seen], rows: int) -> Result:
+    first, doubled, *others = (seen.results[number] for seen in seen_runs)
+    if first.ndim != doubled.ndim or any(first.shape != other.shape for other in others):
         raise Wider(site, "the sizes of what it gives depend on values")
     shape = []
-    for small, large in zip(one.shape, two.shape, strict=True):
+    for small, large in zip(first.shape, doubled.shape, strict=True):
         slope, rest = divmod(large - small, rows)
         if rest or slope < 0:
             raise Wider(site, "the sizes of what it gives are no line in the rows")
         shape.append(in_rows(slope, small - slope * rows))
-    gradient = any(tensor.requires_grad for tensor in (one, two, *others))
-    return Result(tuple(shape), name_of(one.dtype), _order(one), gradient)
+    gradient = any(tensor.requires_grad for tensor in (first, doubled, *others))
+    return Result(tuple(shape), name_of(first.dtype), _order(first), gradient)
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
@@ -223,13 +223,13 @@ class _Watching:
         """Run a site's call, and measure it."""
         self.last = site = call.site
         given = distinct_tensors((args, kwargs))
-        told = self._told(site, args, kwargs, given)
-        own = named(self._model)
-        if any(isinstance(t, nn.Parameter) and id(t) not in self._names for t in own.values()):
+        arguments = self._as_text(site, args, kwargs, given)
+        tensors = named(self._model)
+        if any(isinstance(t, nn.Parameter) and id(t) not in self._names for t in tensors.values()):
             raise Wider(site, "its module has other parameters for this call (functional_call)")
         with no_function_modes():  # to look at a buffer is no read of the model's
             before = ChangedStates(self._model, self._states[site])
-        lie = [(version(tensor), storage_key(tensor)) for tensor in given]
+        memory = [(version(tensor), storage_key(tensor)) for tensor in given]
         finds = self.sets.before(site)
         positions: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
         drawn, attributes = self._generators.places(), left_in(self._model, site)
@@ -238,8 +238,8 @@ class _Watching:
 
         def run(*, looking: bool) -> tuple[_Seen, Any]:
             states = dict.fromkeys(self._states[site])
-            seen = _Seen(told, finds, carrying, grad, states=states, looked=looking)
-            known = [*given, *(own[name] for name in self._states[site])]
+            seen = _Seen(arguments, finds, carrying, grad, states=states, looked=looking)
+            known = [*given, *(tensors[name] for name in self._states[site])]
             with (
                 self.sets.inside(),
                 _counting(seen, positions),
@@ -249,29 +249,30 @@ class _Watching:
                     return seen, call.run(*args, **kwargs)
 
         try:
-            seen, made = run(looking=True)
+            seen, result = run(looking=True)
         except RuntimeError as error:  # torch.func, and kernels that know no hooks
             if not any(words in str(error) for words in _NO_HOOKS):
                 raise
-            seen, made = run(looking=False)
+            seen, result = run(looking=False)
         if self._generators.places() != drawn:
             raise CaptureError(
                 f"{site} draws from Python's random or from numpy.random, whose numbers differ "
                 "from rank to rank",
                 hint="draw with torch",
             )
-        if lie != [(version(tensor), storage_key(tensor)) for tensor in given]:
+        if memory != [(version(tensor), storage_key(tensor)) for tensor in given]:
             raise Wider(site, "it writes a tensor that it is given")
         after = distinct_tensors((args, kwargs))
-        if [*map(id, after)] != [*map(id, given)] or self._told(site, args, kwargs, after) != told:
+        same = [*map(id, after)] == [*map(id, given)]
+        if not same or self._as_text(site, args, kwargs, after) != arguments:
             raise Wider(site, "it changes a list or a dict that it is given")
         if any(storage_key(t) in seen.strided and not t.is_contiguous() for t in given):
-            raise Wider(site, "as_strided() goes by how a tensor that it is given lies in memory")
+            raise Wider(site, "as_strided() depends on the memory layout of a tensor it is given")
         with no_function_modes():
             self._note_writes(site, seen, before.changed())
         try:
-            own_results = distinct_tensors(made)  # in lists and dicts that later code may change
-            seen.made = whole_of(parts_of(made, own_results), own_results)
+            own_results = distinct_tensors(result)  # in lists and dicts that later code may change
+            seen.made = whole_of(parts_of(result, own_results), own_results)
             results, _ = seen.results, seen.gives
         except Unlike as error:
             raise Wider(site, str(error)) from error
@@ -279,9 +280,9 @@ class _Watching:
         new = {name: tensor for name, tensor in now.items() if attributes.get(name) is not tensor}
         self.origins.gives(results, new, seen.left)
         self.seen[site, call.number] = seen
-        return made
+        return result
 
-    def _told(
+    def _as_text(
         self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Sequence[Tensor]
     ) -> str:
         """The tree of a call's arguments as text, and the tensors in it."""
@@ -299,11 +300,11 @@ class _Watching:
     def _note_writes(
         self, site: Site, seen: _Seen, changed: Iterable[tuple[str, Tensor | None, Tensor]]
     ) -> None:
-        for name, own, tensor in changed:
-            kept = own is not None and own.shape == tensor.shape and not is_sparse(tensor)
-            if own is None or isinstance(own, nn.Parameter) or not kept:
+        for name, before, tensor in changed:
+            kept = before is not None and before.shape == tensor.shape and not is_sparse(tensor)
+            if before is None or isinstance(before, nn.Parameter) or not kept:
                 raise Wider(site, f"it writes {name!r}, or gives it another shape")
-            seen.written[self._names.get(id(own), name)] = bytes_of(tensor)
+            seen.written[self._names.get(id(before), name)] = bytes_of(tensor)
 
 
 @contextmanager
@@ -335,15 +336,15 @@ class _Ops(TorchDispatchMode):
         self._seen, self._kept, self._alive = seen, kept, alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         self._seen.launches += 1
         self._seen.random |= torch.Tag.nondeterministic_seeded in func.tags
         if func is torch.ops.aten.as_strided.default:
             self._seen.strided.add(storage_key(args[0]))
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
-            self._seen.flops += int(count(*args, **(kwargs or {}), out_val=made))
-        for tensor in () if self._seen.looked else tensors_in(made):
+            self._seen.flops += int(count(*args, **(kwargs or {}), out_val=result))
+        for tensor in () if self._seen.looked else tensors_in(result):
             self._alive.append(tensor)
             self._kept[storage_key(tensor)] = bytes_of(tensor)
-        return made
+        return result

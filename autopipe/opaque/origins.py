@@ -88,11 +88,11 @@ class Origins(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._site is not None and self._site.method == LOSS:
             self._note(tensors_in((args, kwargs or {})))
-        made = func(*args, **(kwargs or {}))
-        looks = getattr(func, "__name__", "") == "__get__" and not isinstance(made, Tensor)
+        result = func(*args, **(kwargs or {}))
+        looks = getattr(func, "__name__", "") == "__get__" and not isinstance(result, Tensor)
         for tensor in () if looks else tensors_in((args, kwargs or {})):  # not at shapes, dtypes
             self._check(tensor)
-        for tensor in tensors_in(made):
+        for tensor in tensors_in(result):
             key = id(tensor)
             if key in self._names or key in self._outside or key in self._inside:
                 continue
@@ -100,7 +100,7 @@ class Origins(TorchFunctionMode):
                 self._outside[key] = tensor
             else:
                 self._inside[key] = tensor, self._site
-        return made
+        return result
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors that the loss keeps, to see whether it writes them."""
@@ -154,15 +154,15 @@ class InnerGradients(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
-            asked = args[1] if len(args) > 1 else kwargs["inputs"]
-            self._check(list(tensors_in(asked)))
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            self._check(list(tensors_in(inputs)))
         return func(*args, **kwargs)
 
-    def _check(self, asked: Sequence[Tensor]) -> None:
-        wanted = {id(tensor) for tensor in asked}
-        ends = {_end(tensor) for tensor in self._given if id(tensor) in wanted}
+    def _check(self, inputs: Sequence[Tensor]) -> None:
+        ids = {id(tensor) for tensor in inputs}
+        ends = {_end(tensor) for tensor in self._given if id(tensor) in ids}
         for tensor in self._given:
-            if id(tensor) not in wanted and ends & _before(tensor):
+            if id(tensor) not in ids and ends & _before(tensor):
                 raise Wider(
                     self._site,
                     "it takes a gradient that goes through what is computed outside of it",

@@ -30,8 +30,8 @@ from autopipe.opaque.statements import (
     can_be_taken_from,
     excerpt_at,
     excerpts_around,
-    me,
     put_call,
+    self_name,
 )
 
 _NAME = re.compile(r"(?P<method>\w+)_lines_(?P<first>\d+)_to_(?P<last>\d+)")
@@ -57,9 +57,9 @@ def candidates(kind: type, code: CodeType, line: int) -> list[str]:
     tree = _tree(function) if function is not None else None
     if tree is None:
         return []
-    own = tree.lineno - 1
+    offset = tree.lineno - 1
     names = (
-        f"{code.co_name}_lines_{excerpt.first - own}_to_{excerpt.last - own}"
+        f"{code.co_name}_lines_{excerpt.first - offset}_to_{excerpt.last - offset}"
         for excerpt in excerpts_around(tree, line)
     )
     return list(dict.fromkeys(names))
@@ -76,15 +76,15 @@ def outline(kind: type, name: str) -> None:
     Raises:
         CaptureError: its source has no such lines.
     """
-    asked = _NAME.fullmatch(name)
-    assert asked is not None, "no name of lines"
+    match = _NAME.fullmatch(name)
+    assert match is not None, "no name of lines"
     with _compiling:
-        function = _function(kind, asked["method"])
+        function = _function(kind, match["method"])
         tree = _tree(function) if function is not None else None
-        if function is None or tree is None or not _outlined(kind, function, tree, name, asked):
-            place = f"{kind.__module__}.{kind.__qualname__}.{asked['method']}()"
+        if function is None or tree is None or not _outlined(kind, function, tree, name, match):
+            place = f"{kind.__module__}.{kind.__qualname__}.{match['method']}()"
             raise CaptureError(
-                f"lines {asked['first']} to {asked['last']} of {place} run as they are in the "
+                f"lines {match['first']} to {match['last']} of {place} run as they are in the "
                 "plan, and are no statements of the code that is there now",
                 hint="the code has changed: plan again",
             )
@@ -105,25 +105,25 @@ def put_back_after_errors() -> Iterator[None]:
 
 
 def _outlined(
-    kind: type, function: FunctionType, tree: ast.FunctionDef, name: str, asked: re.Match[str]
+    kind: type, function: FunctionType, tree: ast.FunctionDef, name: str, match: re.Match[str]
 ) -> bool:
     """Compile a function with one more such call; calls whose lines overlap with it go."""
     known = _taken.get(function, {})
     if name in known:
         return True
-    first, last = (int(asked[word]) + tree.lineno - 1 for word in ("first", "last"))
+    first, last = (int(match[word]) + tree.lineno - 1 for word in ("first", "last"))
     excerpt = excerpt_at(tree, first, last)
     if excerpt is None:
         return False
-    apart = {n: one for n, one in known.items() if one.last < first or last < one.first}
+    apart = {n: other for n, other in known.items() if other.last < first or last < other.first}
     excerpts = {**apart, name: excerpt}
-    owner = next(base for base in kind.__mro__ if asked["method"] in vars(base))
+    owner = next(base for base in kind.__mro__ if match["method"] in vars(base))
     codes = _compiled(owner.__name__, function, tree, excerpts)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     for method in excerpts:
         closure = tuple(cells[free] for free in codes[method].co_freevars)
-        made = FunctionType(codes[method], function.__globals__, method, None, closure)
-        setattr(owner, method, made)
+        compiled = FunctionType(codes[method], function.__globals__, method, None, closure)
+        setattr(owner, method, compiled)
     _before.append((function, function.__code__, known))
     function.__code__ = codes[tree.name].replace(co_qualname=function.__code__.co_qualname)
     _taken[function] = excerpts
@@ -140,18 +140,18 @@ def _function(kind: type, name: str, code: CodeType | None = None) -> FunctionTy
         return None
     pending, seen = [vars(owner)[name]], set[int]()
     while pending:
-        one = pending.pop(0)
-        if id(one) in seen or not callable(one):
+        candidate = pending.pop(0)
+        if id(candidate) in seen or not callable(candidate):
             continue
-        seen.add(id(one))
-        if isinstance(one, FunctionType):
-            own = one.__code__
-            if own is code or (code is None and own.co_name == name):
-                return one
-            for cell in one.__closure__ or ():
+        seen.add(id(candidate))
+        if isinstance(candidate, FunctionType):
+            found = candidate.__code__
+            if found is code or (code is None and found.co_name == name):
+                return candidate
+            for cell in candidate.__closure__ or ():
                 with suppress(ValueError):  # nothing in it yet
                     pending.append(cell.cell_contents)
-        pending += [getattr(one, "__wrapped__", None), getattr(one, "func", None)]
+        pending += [getattr(candidate, "__wrapped__", None), getattr(candidate, "func", None)]
     return None
 
 
@@ -161,7 +161,7 @@ def _tree(function: FunctionType) -> ast.FunctionDef | None:
         code = function.__code__
         for node in ast.walk(_file(code.co_filename)):
             if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-                begin = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 if begin == code.co_firstlineno and can_be_taken_from(node):
                     _trees[function] = node
     return _trees.get(function)
@@ -189,11 +189,11 @@ def _compiled(
     free = function.__code__.co_freevars
     host = deepcopy(tree)
     methods = [_method(host, name, excerpt) for name, excerpt in excerpts.items()]
-    for one in (host, *methods):
-        one.decorator_list, one.returns = [], None
+    for definition in (host, *methods):
+        definition.decorator_list, definition.returns = [], None
         # Named in dead code: it must have the same cells as before to take the function's place.
         named = ast.Tuple([ast.Name(name, ast.Load()) for name in free], ast.Load())
-        one.body.insert(0, ast.If(ast.Constant(False), [ast.Expr(named)], []))
+        definition.body.insert(0, ast.If(ast.Constant(False), [ast.Expr(named)], []))
     module = ast.parse(
         f"def around({', '.join(n for n in free if n != '__class__')}):\n class {owner}: ..."
     )
@@ -201,8 +201,8 @@ def _compiled(
     kind.body = [host, *methods]
     ast.fix_missing_locations(module)
     flags = function.__code__.co_flags & _FUTURE
-    made = compile(module, function.__code__.co_filename, "exec", flags, dont_inherit=True)
-    codes = list(codes_in(made))
+    compiled = compile(module, function.__code__.co_filename, "exec", flags, dont_inherit=True)
+    codes = list(codes_in(compiled))
     return {
         name: next(code for code in codes if code.co_name == name)
         for name in (tree.name, *excerpts)
@@ -211,8 +211,8 @@ def _compiled(
 
 def _method(host: ast.FunctionDef, name: str, excerpt: Excerpt) -> ast.FunctionDef:
     """An excerpt as a method, which `host` calls from now on."""
-    asked = ast.Attribute(ast.Name(me(host), ast.Load()), name, ast.Load())
-    call = ast.Call(asked, [ast.Name(one, ast.Load()) for one in excerpt.given], [])
+    bound = ast.Attribute(ast.Name(self_name(host), ast.Load()), name, ast.Load())
+    call = ast.Call(bound, [ast.Name(argument, ast.Load()) for argument in excerpt.given], [])
     if excerpt.returns:
         statement: ast.stmt = ast.Return(call)
     elif excerpt.gives:
@@ -222,10 +222,10 @@ def _method(host: ast.FunctionDef, name: str, excerpt: Excerpt) -> ast.FunctionD
     body = put_call(host, excerpt, statement)
     if excerpt.gives:
         body = [*body, ast.Return(_names(excerpt.gives, ast.Load()))]
-    (made,) = ast.parse(f"def {name}({', '.join((me(host), *excerpt.given))}): ...").body
-    assert isinstance(made, ast.FunctionDef)
-    made.body = body
-    return ast.copy_location(made, body[0])
+    (method,) = ast.parse(f"def {name}({', '.join((self_name(host), *excerpt.given))}): ...").body
+    assert isinstance(method, ast.FunctionDef)
+    method.body = body
+    return ast.copy_location(method, body[0])
 
 
 def _names(names: tuple[str, ...], context: ast.expr_context) -> ast.expr:

@@ -58,9 +58,9 @@ class Packed(rnn.PackedSequence):
     zeros: bool
 
     def __new__(cls, x: Tensor, lengths: Tensor, in_order: bool, zeros: bool) -> Packed:
-        made = tuple.__new__(cls, (None,) * 4)
-        made.x, made.lengths, made.in_order, made.zeros = x, lengths, in_order, zeros
-        return made
+        packed = tuple.__new__(cls, (None,) * 4)
+        packed.x, packed.lengths, packed.in_order, packed.zeros = x, lengths, in_order, zeros
+        return packed
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("data", "batch_sizes", "sorted_indices", "unsorted_indices"):
@@ -90,7 +90,7 @@ def as_ops() -> Iterator[None]:
         until.enter_context(replacing(rnn.pack_padded_sequence, _pack))
         until.enter_context(replacing(rnn.pad_packed_sequence, _pad))
         for kind in (nn.LSTM, nn.GRU, nn.RNN):
-            until.enter_context(patched(kind, "forward", _asked(kind.forward)))
+            until.enter_context(patched(kind, "forward", _taking_packed(kind.forward)))
         yield
 
 
@@ -120,21 +120,25 @@ def _pad(
     return x, lengths.to("cpu", torch.int64)
 
 
-def _asked(own: Callable[..., Any]) -> Callable[..., Any]:
+def _taking_packed(plain_forward: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:
-        return _ran(self, input, hx) if isinstance(input, Packed) else own(self, input, hx)
+        return (
+            _run_module(self, input, hx)
+            if isinstance(input, Packed)
+            else plain_forward(self, input, hx)
+        )
 
     return forward
 
 
-def _ran(module: nn.RNNBase, packed: Packed, hx: Any) -> tuple[Packed, Any]:
+def _run_module(module: nn.RNNBase, packed: Packed, hx: Any) -> tuple[Packed, Any]:
     """The result of an RNN for a packed sequence, and its last states."""
     x, both = packed.x, module.mode == "LSTM"
     if hx is None:
         size = module.num_layers * (2 if module.bidirectional else 1), x.shape[1]
         widths = (module.proj_size or module.hidden_size, module.hidden_size)
         hx = [x.new_zeros(*size, width) for width in widths[: 2 if both else 1]]
-    made, *last = torch.ops.autopipe.packed_rnn.default(
+    rows, *last = torch.ops.autopipe.packed_rnn.default(
         x,
         packed.lengths,
         list(hx) if both else [hx[0] if isinstance(hx, list) else hx],
@@ -147,7 +151,7 @@ def _ran(module: nn.RNNBase, packed: Packed, hx: Any) -> tuple[Packed, Any]:
         module.bidirectional,
         packed.in_order,
     )
-    return Packed(made, packed.lengths, packed.in_order, True), tuple(last) if both else last[0]
+    return Packed(rows, packed.lengths, packed.in_order, True), tuple(last) if both else last[0]
 
 
 def _run(x: Tensor, lengths: Tensor, *rest: Any) -> list[Tensor]:
@@ -171,14 +175,16 @@ def _packed(
     *options: Any,
 ) -> list[Tensor]:
     """The results of torch's kernel for packed rows, padded to [T, b, n], and the last states."""
-    *known, in_order = options
+    *settings, in_order = options
     pack, pad = own_of(rnn.pack_padded_sequence), own_of(rnn.pad_packed_sequence)
-    one = pack(x, lengths, enforce_sorted=in_order)
-    order, back = one.sorted_indices, one.unsorted_indices
+    packed = pack(x, lengths, enforce_sorted=in_order)
+    order, back = packed.sorted_indices, packed.unsorted_indices
     hx = [state if order is None else state.index_select(1, order) for state in states]
     given = hx if mode == "LSTM" else hx[0]
-    made, *last = _KERNELS[mode](one.data, one.batch_sizes, given, list(weights), *known)
-    padded, _ = pad(rnn.PackedSequence(made, one.batch_sizes, order, back), total_length=x.shape[0])
+    rows, *last = _KERNELS[mode](packed.data, packed.batch_sizes, given, list(weights), *settings)
+    padded, _ = pad(
+        rnn.PackedSequence(rows, packed.batch_sizes, order, back), total_length=x.shape[0]
+    )
     return [padded, *(state if back is None else state.index_select(1, back) for state in last)]
 
 
@@ -210,5 +216,5 @@ class _Shaped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        wanted = zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *(torch.empty_like(t) if needed else None for t, needed in wanted)
+        operands = zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(torch.empty_like(t) if needed else None for t, needed in operands)

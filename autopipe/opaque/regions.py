@@ -84,23 +84,24 @@ def known(
     """Register regions of a model and its loss, so that the op can run them in this process."""
     found = tuple(Running(region, model, training, next(_numbers), loss) for region in regions)
     _running.update({running.key: running for running in found})
-    for one in found:
-        if not one.region.states:  # in a trace its tensors may have values where others have none,
-            _copy(one)  # and nothing can be copied there
+    for running in found:
+        if not running.region.states:
+            # Before the trace, where its tensors may have values and others none: no copy is made.
+            _copy(running)
     return found
 
 
 def named(graph: Graph, running: Sequence[Running]) -> Graph:
     """Replace keys of `running` in a graph's nodes by the regions' names, equal in any trace."""
-    names = {one.key: one.region.name for one in running}
+    names = {each.key: each.region.name for each in running}
 
-    def one(node: Node) -> Node:
+    def renamed(node: Node) -> Node:
         if node.op != REGION_OP:
             return node
         return replace(node, args=(*node.args[:-1], names[str(node.args[-1])]))
 
-    used = {one.region.name: one for one in running}
-    return replace(graph, nodes=tuple(map(one, graph.nodes)), regions=used)
+    used = {each.region.name: each for each in running}
+    return replace(graph, nodes=tuple(map(renamed, graph.nodes)), regions=used)
 
 
 @contextmanager
@@ -114,16 +115,16 @@ def as_ops(model: nn.Module, running: Sequence[Running], rows: Any) -> Iterator[
     Raises:
         CaptureError: a call gets other arguments than when it was measured.
     """
-    by_call = {(site_of(one.region), one.region.call): one for one in running}
+    by_call = {(site_of(each.region), each.region.call): each for each in running}
 
-    def stand_in(asked: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        found = by_call.get((asked.site, asked.number))
+    def stand_in(site_call: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        found = by_call.get((site_call.site, site_call.number))
         given = distinct_tensors((args, kwargs))
-        told = to_text(parts_of((args, dict(kwargs)), given, owned(model)))
-        if found is None or told != found.region.given or differ(model, found.region.finds):
+        arguments = to_text(parts_of((args, dict(kwargs)), given, owned(model)))
+        if found is None or arguments != found.region.given or differ(model, found.region.finds):
             raise CaptureError(
-                f"{user_lines.here()}: {asked.site} is called otherwise than it was when its calls "
-                "were measured",
+                f"{user_lines.here()}: {site_call.site} is called otherwise than it was when its "
+                "calls were measured",
                 hint="what it is given besides tensors, and what forward sets in its modules, must "
                 "be the same in each micro-batch",
             )
@@ -138,7 +139,7 @@ def _op(running: Running, model: nn.Module, given: Sequence[Tensor], rows: Any) 
     states, written = (
         [state_of(model, name) for name in names] for names in (region.states, region.written)
     )
-    made = torch.ops.autopipe.region.default(
+    results = torch.ops.autopipe.region.default(
         [*given, *states],
         written,
         rows,
@@ -148,7 +149,7 @@ def _op(running: Running, model: nn.Module, given: Sequence[Tensor], rows: Any) 
         region.random,
         running.key,
     )
-    given_back = whole_of(from_text(region.gives), made)
+    given_back = whole_of(from_text(region.gives), results)
     if not region.left:
         return given_back
     returned_alone, left = given_back
@@ -171,14 +172,14 @@ def _run(
     running = _running[key]
     if any(map(is_fake, (*tensors, *written))):
         carrying = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        made = list(_Shaped.apply(running.region.results, rows, *tensors, *written))  # type: ignore[no-untyped-call]
+        results = list(_Shaped.apply(running.region.results, rows, *tensors, *written))  # type: ignore[no-untyped-call]
         if carrying:
             kept = [tensors[number] for number in running.region.keeps]
-            opaque_ops.keep(kept, saved, made)
-        return made
+            opaque_ops.keep(kept, saved, results)
+        return results
     with as_written(), nullcontext() if running.region.seen else no_saved_tensors_hooks():
-        made = _called(running, tensors, written)
-    return as_measured(running.region, made, tensors, rows)
+        results = _called(running, tensors, written)
+    return as_measured(running.region, results, tensors, rows)
 
 
 _library.impl("region", _run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
@@ -189,17 +190,21 @@ class _Shaped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, results: Sequence[Result], rows: Any, *tensors: Tensor) -> Any:
-        made = tuple(_empty(result, rows, tensors) for result in results)
+        outputs = tuple(_empty(result, rows, tensors) for result in results)
         ctx.like = tensors
         ctx.mark_non_differentiable(
-            *(tensor for tensor, result in zip(made, results, strict=True) if not result.gradient)
+            *(
+                tensor
+                for tensor, result in zip(outputs, results, strict=True)
+                if not result.gradient
+            )
         )
-        return made
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        wanted = zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *(torch.empty_like(t) if needed else None for t, needed in wanted)
+        operands = zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(torch.empty_like(t) if needed else None for t, needed in operands)
 
 
 def _empty(result: Result, rows: Any, tensors: Sequence[Tensor]) -> Tensor:
@@ -232,7 +237,7 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
         tensors[number].requires_grad_()  # no graph says that forward has asked for it
     count = len(tensors) - len(region.states)
     homes = _homes(model)
-    copies = [own.clone() for own in written]
+    copies = [buffer.clone() for buffer in written]
     lent = dict(zip((*region.states, *region.written), (*tensors[count:], *copies), strict=True))
     _lend(homes, lent)
     versions = [(copied, version(copied)) for copied in copies]
@@ -244,18 +249,18 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     _set(inner, latest)  # a backward may have come back to those of an earlier micro-batch
     put(model, region.finds)
     before = {path: {**vars(module)} for path, module in inner.items()}
-    here = off_gpus() if all(tensor.device.type == "cpu" for tensor in tensors) else nullcontext()
+    on_cpu = off_gpus() if all(tensor.device.type == "cpu" for tensor in tensors) else nullcontext()
     recording = nullcontext() if region.grad else torch.no_grad()
     alone = one_process() if torch.distributed.is_initialized() else nullcontext()
     # A compiler would look at the tensors that are lent, which are no leaves, and at their sizes.
     as_it_is = torch.compiler.set_stance("force_eager")
-    with alone, here, recording, as_it_is, replacing(torch.cond, _cond):
-        made = _code(running, model, tensors)(*args, **kwargs)
-    for name, own, (copied, known) in zip(region.written, written, versions, strict=True):
+    with alone, on_cpu, recording, as_it_is, replacing(torch.cond, _cond):
+        result = _code(running, model, tensors)(*args, **kwargs)
+    for name, buffer, (copied, known) in zip(region.written, written, versions, strict=True):
         now = state_of(model, name)
-        beside = now is copied and version(now) == known  # as batch norm writes its statistics
+        statistics = now is copied and version(now) == known  # as batch norm writes its statistics
         with torch.no_grad():
-            (own.data if beside else own).copy_(now)
+            (buffer.data if statistics else buffer).copy_(now)
     set_here = {
         path: {n: v for n, v in vars(module).items() if before[path].get(n, before) is not v}
         for path, module in inner.items()
@@ -275,7 +280,7 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
         _lend(homes, lent)
         _set(inner, set_here)
 
-    found = returned(made, left)
+    found = returned(result, left)
     for tensor in distinct_tensors(found):
         if tensor.requires_grad:
             tensor.register_hook(restore)  # type: ignore[no-untyped-call]
@@ -293,8 +298,8 @@ def _code(running: Running, model: nn.Module, tensors: Sequence[Tensor]) -> Call
 
 
 def _set(inner: Mapping[str, nn.Module], values: Mapping[str, Mapping[str, Any]]) -> None:
-    for path, own in values.items():
-        inner[path].__dict__.update(own)
+    for path, attributes in values.items():
+        inner[path].__dict__.update(attributes)
 
 
 Homes = Mapping[str, Sequence[tuple[nn.Module, str]]]
@@ -309,11 +314,11 @@ def _copy(running: Running) -> nn.Module:
     copies: dict[int, nn.Module] = vars(_copies).setdefault("by_number", {})
     if running.number not in copies:
         with _copying:
-            made = fake_copy(running.model)
-        if made.training != running.training:
-            made.train(running.training)
-        copies[running.number] = made
-        vars(_copies).setdefault("homes", {})[id(made)] = _found_homes(made)
+            copied = fake_copy(running.model)
+        if copied.training != running.training:
+            copied.train(running.training)
+        copies[running.number] = copied
+        vars(_copies).setdefault("homes", {})[id(copied)] = _found_homes(copied)
     return copies[running.number]
 
 

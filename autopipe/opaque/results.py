@@ -51,26 +51,26 @@ def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def as_measured(region: Region, made: Any, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+def as_measured(region: Region, output: Any, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
     """The tensors of a result, in new memory, in the memory order that the plan expects.
 
     Raises:
         ModelError: their tree, shapes or gradients are not those that were measured; or the call
             has read parameters that it did not read then.
     """
-    found = distinct_tensors(made)
+    found = distinct_tensors(output)
     if any(map(is_fake, found)):  # the copy of the model whose code runs has no weights of its own
         raise ModelError(
-            f"{_told(region)} reads parameters in this micro-batch that it has not read when it "
+            f"{_subject(region)} reads parameters in this micro-batch that it has not read when it "
             "was planned",
             hint="choose among modules in the forward of a module that has all of them",
         )
     shapes = [tuple(at_rows(size, rows) for size in result.shape) for result in region.results]
-    told = to_text(parts_of(made, found))
-    if told != region.gives or [tuple(tensor.shape) for tensor in found] != shapes:
+    tree = to_text(parts_of(output, found))
+    if tree != region.gives or [tuple(tensor.shape) for tensor in found] != shapes:
         raise ModelError(
-            f"{_told(region)} gives {_shown(found)} in this micro-batch, and {shapes} when it was "
-            "planned: what follows expects these",
+            f"{_subject(region)} gives {_shown(found)} in this micro-batch, and {shapes} when it "
+            "was planned: what follows expects these",
             hint="give tensors whose sizes do not depend on values, padded for example",
         )
     taken = {storage_key(tensor) for tensor in tensors}
@@ -92,7 +92,7 @@ def _fitting(
         tensor = dense.contiguous().permute(inverse(result.order))
     if tensor.requires_grad and not result.gradient:
         raise ModelError(
-            f"{_told(region)} gives a tensor with a gradient in this micro-batch, and had none "
+            f"{_subject(region)} gives a tensor with a gradient in this micro-batch, and had none "
             "when it was planned",
             hint="detach it in all cases, or in none",
         )
@@ -115,7 +115,7 @@ class _Attached(torch.autograd.Function):
         return (None,) * (1 + ctx.others)
 
 
-def _told(region: Region) -> str:
+def _subject(region: Region) -> str:
     """A region as an error names it, with the user's line that made it a region, if known."""
     place = re.match(r".+?\.py:\d+", region.why)
     return f"{f'{place.group()}: ' if place else ''}{region.name}, which runs as it is,"

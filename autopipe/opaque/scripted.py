@@ -109,8 +109,8 @@ class Scripted(nn.Module):
     ) -> None:
         super().__init__()
         self.training = bool(script.training)
-        for name, own in script.named_parameters(recurse=False, remove_duplicate=False):
-            self.register_parameter(name, known.setdefault(id(own), _parameter(own)))
+        for name, parameter in script.named_parameters(recurse=False, remove_duplicate=False):
+            self.register_parameter(name, known.setdefault(id(parameter), _parameter(parameter)))
         for name, tensor in script.named_buffers(recurse=False, remove_duplicate=False):
             self.register_buffer(name, tensor)
         for name, child in script.named_children():
@@ -137,14 +137,14 @@ class Scripted(nn.Module):
         for (path, name), tensor in lent.items():
             setattr(parts[path], name, tensor)
         try:
-            made = self.code.module(*args, **kwargs)
+            result = self.code.module(*args, **kwargs)
             for (path, name), tensor in lent.items():
                 now = getattr(parts[path], name)
                 if now is not tensor:  # a batch norm counts: self.batches = self.batches + 1
                     setattr(modules[path], name, now)
         finally:
             self.code.let_go()
-        return made
+        return result
 
     def __getattr__(self, name: str) -> Any:
         """A value that the compiled code has besides: a number, a text."""
@@ -192,10 +192,10 @@ def _check(path: str, script: torch.jit.ScriptModule) -> None:
         first = next((value.debugName() for value in node.inputs()), "")
         name = kept.get(first)
         if node.kind() in ("prim::GetAttr", "prim::SetAttr"):
-            whole = f"{homes.get(first, '')}.{node.s('name')}".strip(".")
-            name = None if whole in states else whole
+            attribute = f"{homes.get(first, '')}.{node.s('name')}".strip(".")
+            name = None if attribute in states else attribute
         if node.kind() == "prim::GetAttr":
-            homes[node.output().debugName()] = whole
+            homes[node.output().debugName()] = attribute
         aliasing = node.kind() == "prim::GetAttr" or "(a" in node.schema()
         if name is not None and aliasing:
             kept |= {value.debugName(): name for value in node.outputs()}
@@ -224,5 +224,5 @@ def _place(node: Any) -> str:
 
     For the setting of an attribute it is the line of the new value.
     """
-    places = [_LINE.search(str(one)) for one in (node, *(v.node() for v in node.inputs()))]
+    places = [_LINE.search(str(part)) for part in (node, *(v.node() for v in node.inputs()))]
     return next((f"{found[1]}: " for found in places if found), "")

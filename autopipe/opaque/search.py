@@ -71,10 +71,10 @@ def with_regions(
         CaptureError: not even the largest calls can run as they are.
     """
     found, regions = _search(model, twins, trace, measure, ())
-    most = {site_of(one) for one in regions if _is_most(model, one)}
-    if most:
+    too_large = {site_of(region) for region in regions if _is_most(model, region)}
+    if too_large:
         with suppress(CaptureError), outlined.put_back_after_errors():
-            found, _ = _search(model, twins, trace, measure, most)
+            found, _ = _search(model, twins, trace, measure, too_large)
     return found
 
 
@@ -99,19 +99,20 @@ def _search(
     tensors that have the same size only in the few rows that are measured.
     """
     troubles = [
-        _Trouble(Uncaptured(why), _modules_around(site)) for site, why in _made_so(model).items()
+        _Trouble(Uncaptured(why), _modules_around(site))
+        for site, why in _untraceable(model).items()
     ]
     shared: list[Site] = []
     for _ in range(MOST):
-        why = {site: text for one in troubles for site, text in one.sites(model).items()}
+        why = {site: text for trouble in troubles for site, text in trouble.sites(model).items()}
         sites = (*outermost(list(why)), *(site for site in shared if site in why))
         try:
             regions = measure(sites, why) if sites else ()
             return trace(regions), regions
         except Wider as wider:
-            one = next(one for one in troubles if wider.site in one.sites(model))
-            one.tried += (one.around.pop(0),)
-            one.wider = f"{one.tried[-1]} cannot, for {wider}"
+            trouble = next(trouble for trouble in troubles if wider.site in trouble.sites(model))
+            trouble.tried += (trouble.around.pop(0),)
+            trouble.wider = f"{trouble.tried[-1]} cannot, for {wider}"
         except Uncaptured as error:
             if unwanted and isinstance(error, SizesByValues):
                 raise
@@ -170,14 +171,14 @@ def _deepest(error: Uncaptured, models: Sequence[nn.Module]) -> list[_Frame]:
 
     def in_model(frames: Iterable[tuple[FrameType, int]]) -> list[_Frame]:
         found = (_frame(frame, line, paths) for frame, line in frames)
-        return [one for one in found if one is not None]
+        return [frame for frame in found if frame is not None]
 
     best = in_model((frame, frame.f_lineno) for frame in error.frames)
-    one: BaseException | None = error
-    while one is not None:
-        mine = in_model(traceback.walk_tb(one.__traceback__))
-        best = mine if len(mine) > len(best) else best
-        one = one.__cause__ or one.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        passed = in_model(traceback.walk_tb(cause.__traceback__))
+        best = passed if len(passed) > len(best) else best
+        cause = cause.__cause__ or cause.__context__
     return best
 
 
@@ -187,13 +188,13 @@ def _around(error: Uncaptured, frames: Sequence[_Frame], unwanted: Collection[Si
     The model's own forward comes last, and only if the error allows it (`whole`): such a model
     cannot be cut. An unwanted call is replaced by the lines in it, and ends the list.
     """
-    calls, own = _calls_around(error, frames), Site("", WHOLE)
+    calls, model_forward = _calls_around(error, frames), Site("", WHOLE)
     for number, site in enumerate(calls):
         if site in unwanted:
-            begin = next((n for n, one in enumerate(frames) if one.site == site), len(frames))
+            begin = next((n for n, frame in enumerate(frames) if frame.site == site), len(frames))
             return [*calls[:number], *_lines_of(error, frames[begin:])]
-    within = [*(site for site in calls if site != own), *_lines_of(error, frames)]
-    return [*within, own] if error.whole and own in calls else within
+    within = [*(site for site in calls if site != model_forward), *_lines_of(error, frames)]
+    return [*within, model_forward] if error.whole and model_forward in calls else within
 
 
 def _calls_around(error: Uncaptured, frames: Sequence[_Frame]) -> list[Site]:
@@ -228,16 +229,16 @@ def _frame(frame: FrameType, line: int, paths: Mapping[int, str]) -> _Frame | No
         return _Frame(Site("", LOSS), LossCall, frame.f_code, line)
     if not isinstance(module, nn.Module) or id(module) not in paths:
         return None
-    own = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
-    if own is None or not callable(vars(own)[name]):
+    owner = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
+    if owner is None or not callable(vars(owner)[name]):
         return None
-    torchs = own.__module__.partition(".")[0] == "torch"
+    torchs = owner.__module__.partition(".")[0] == "torch"
     if name != WHOLE and (torchs or name.startswith("__")):
         return None
     return _Frame(Site(paths[id(module)], name), type(module), frame.f_code, line)
 
 
-def _made_so(model: nn.Module) -> dict[Site, str]:
+def _untraceable(model: nn.Module) -> dict[Site, str]:
     """The sites of modules that no trace can look into in any call, each with the reason."""
     found = {}
     for path, module in model.named_modules():

@@ -100,41 +100,41 @@ def standing_in(model: nn.Module, sites: Sequence[Site], stand_in: StandIn) -> I
     with ExitStack() as until:
         for site in sites:
             module = model.get_submodule(site.module)
-            until.enter_context(_one(module, site, numbers, inside, stand_in))
+            until.enter_context(_standing_in_one(module, site, numbers, inside, stand_in))
         yield
 
 
 @contextmanager
-def _one(
+def _standing_in_one(
     module: nn.Module, site: Site, numbers: Counter[Site], inside: list[Site], stand_in: StandIn
 ) -> Iterator[None]:
-    own, before = _method(module, site.method), vars(module).get(site.method)
-    whole = site.method == WHOLE
-    aside = ExitStack()
+    method, before = _method(module, site.method), vars(module).get(site.method)
+    of_module = site.method == WHOLE
+    hooks_aside = ExitStack()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         leave()
         inside.append(site)
         try:
-            return _called(module)(*args, **kwargs) if whole else own(*args, **kwargs)
+            return _called(module)(*args, **kwargs) if of_module else method(*args, **kwargs)
         finally:
             inside.pop()
             enter()
 
-    @functools.wraps(own)
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(method)
+    def forwarded(*args: Any, **kwargs: Any) -> Any:
         if inside:
-            return own(*args, **kwargs)
+            return method(*args, **kwargs)
         numbers[site] += 1
         return stand_in(SiteCall(site, numbers[site] - 1, run), args, kwargs)
 
     def enter() -> None:
-        if whole:
-            aside.enter_context(hooks_put_aside(module))
-        vars(module)[site.method] = asked
+        if of_module:
+            hooks_aside.enter_context(hooks_put_aside(module))
+        vars(module)[site.method] = forwarded
 
     def leave() -> None:
-        aside.close()
+        hooks_aside.close()
         vars(module).pop(site.method)
         if before is not None:
             vars(module)[site.method] = before

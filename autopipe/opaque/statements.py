@@ -49,7 +49,7 @@ class Spot:
     of: ast.stmt | None
 
 
-def me(tree: ast.FunctionDef) -> str:
+def self_name(tree: ast.FunctionDef) -> str:
     """The name of a method's first argument, usually `self`."""
     return [*tree.args.posonlyargs, *tree.args.args][0].arg
 
@@ -60,7 +60,7 @@ def can_be_taken_from(tree: ast.FunctionDef) -> bool:
     names = _Names(tree.body)
     return (
         bool(tree.args.posonlyargs or tree.args.args)
-        and me(tree) not in names.written
+        and self_name(tree) not in names.written
         and names.read.isdisjoint(_LOOKS_AROUND)
         and not any(isinstance(node, strange) for node in ast.walk(tree))
     )
@@ -70,7 +70,7 @@ def excerpts_around(tree: ast.FunctionDef, line: int) -> Iterator[Excerpt]:
     """The statements around a line that can be a method, the fewest first."""
     path = _path(tree.body, line)
     for depth in range(len(path), 0, -1):
-        for begin, end in _growing(path[depth - 1]):
+        for begin, end in _growing_ranges(path[depth - 1]):
             excerpt = _excerpt(tree, path[:depth], begin, end)
             if excerpt is not None:
                 yield excerpt
@@ -115,14 +115,14 @@ def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 
 def _path(block: list[ast.stmt], line: int, of: ast.stmt | None = None) -> list[Spot]:
     """The statements around a line, the outermost first."""
-    for number, one in enumerate(block):
-        if one.lineno <= line <= (one.end_lineno or one.lineno):
-            deeper = (_path(inner, line, one) for inner in _blocks(one))
+    for number, statement in enumerate(block):
+        if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
+            deeper = (_path(inner, line, statement) for inner in _blocks(statement))
             return [Spot(block, number, of), *next(filter(None, deeper), [])]
     return []
 
 
-def _growing(place: Spot) -> Iterator[tuple[int, int]]:
+def _growing_ranges(place: Spot) -> Iterator[tuple[int, int]]:
     """Growing ranges of statements around one: itself, then on to the last statement that reads
     its names, and so on.
 
@@ -151,26 +151,26 @@ def _excerpt(tree: ast.FunctionDef, path: Sequence[Spot], begin: int, end: int) 
     taken = path[-1].block[begin:end]
     returns = isinstance(taken[-1], ast.Return)
     names, bound = _Names(taken), _bound_before(tree, path, begin)
-    if _leaves(taken[:-1] if returns else taken) or _share_cells(tree, taken, names):
+    if _jumps_out(taken[:-1] if returns else taken) or _share_cells(tree, taken, names):
         return None
     gives = set() if returns else names.written & _read_after(path, end)
     given = _read_first(taken) & (_arguments(tree) | _Names(tree.body).written)
-    given |= gives - (_surely(taken) or set())
+    given |= gives - (_bound_after(taken) or set())
     if not given <= bound:
         return None
     last = taken[-1].end_lineno or taken[-1].lineno
-    given.discard(me(tree))
+    given.discard(self_name(tree))
     return Excerpt(taken[0].lineno, last, tuple(sorted(given)), tuple(sorted(gives)), returns)
 
 
-def _leaves(statements: Sequence[ast.stmt], *, in_loop: bool = False) -> bool:
+def _jumps_out(statements: Sequence[ast.stmt], *, in_loop: bool = False) -> bool:
     """Whether statements may return, or go on elsewhere in a loop around them."""
-    for one in statements:
-        jumps = isinstance(one, ast.Break | ast.Continue) and not in_loop
-        if isinstance(one, ast.Return) or jumps:
+    for statement in statements:
+        jumps = isinstance(statement, ast.Break | ast.Continue) and not in_loop
+        if isinstance(statement, ast.Return) or jumps:
             return True
-        inside = in_loop or isinstance(one, _LOOPS)
-        if any(_leaves(block, in_loop=inside) for block in _blocks(one)):
+        inside = in_loop or isinstance(statement, _LOOPS)
+        if any(_jumps_out(block, in_loop=inside) for block in _blocks(statement)):
             return True
     return False
 
@@ -188,7 +188,7 @@ def _bound_before(tree: ast.FunctionDef, path: Sequence[Spot], begin: int) -> se
         elif isinstance(place.of, ast.With):
             found |= _Names(place.of.items).written
         upto = begin if place is path[-1] else place.index
-        found |= _surely(place.block[:upto]) or set()
+        found |= _bound_after(place.block[:upto]) or set()
     return found
 
 
@@ -211,8 +211,9 @@ def _share_cells(tree: ast.FunctionDef, taken: Sequence[ast.stmt], names: _Names
     `late = lambda: h + 1` has the h that is there when `late` is called.
     """
     rest = _Names(tree.body, but=taken)
-    inside = {id(node) for one in taken for node in ast.walk(one)}
-    late = (node for one in tree.body for node in ast.walk(one) if isinstance(node, _LATE))
+    inside = {id(node) for statement in taken for node in ast.walk(statement)}
+    nodes = (node for statement in tree.body for node in ast.walk(statement))
+    late = (node for node in nodes if isinstance(node, _LATE))
     return any(
         _Names([node]).read & (rest if id(node) in inside else names).written for node in late
     )
@@ -221,35 +222,38 @@ def _share_cells(tree: ast.FunctionDef, taken: Sequence[ast.stmt], names: _Names
 def _read_first(statements: Sequence[ast.stmt], known: Set[str] = frozenset()) -> set[str]:
     """Names that statements may read before they have written them."""
     found = set[str]()
-    for one in statements:
-        blocks = [*_blocks(one)]
-        inner = known | (_Names([one.target]).written if isinstance(one, ast.For) else set())
-        if isinstance(one, ast.With):
-            inner |= _Names(one.items).written
-        heads = _Names([one], but=[each for block in blocks for each in block])
+    for statement in statements:
+        blocks = [*_blocks(statement)]
+        inner = known
+        if isinstance(statement, ast.For):
+            inner |= _Names([statement.target]).written
+        if isinstance(statement, ast.With):
+            inner |= _Names(statement.items).written
+        heads = _Names([statement], but=[each for block in blocks for each in block])
         found |= (heads.read - known).union(*(_read_first(block, inner) for block in blocks))
-        known |= _surely([one]) or set()
+        known |= _bound_after([statement]) or set()
     return found
 
 
-def _surely(statements: Sequence[ast.stmt]) -> set[str] | None:
+def _bound_after(statements: Sequence[ast.stmt]) -> set[str] | None:
     """Names that have values after statements for certain; None: nothing runs after them."""
     found = set[str]()
-    for one in statements:
-        match one:
+    for statement in statements:
+        match statement:
             case ast.Return() | ast.Raise() | ast.Break() | ast.Continue():
                 return None
             case ast.If():
-                ways = [way for way in map(_surely, (one.body, one.orelse)) if way is not None]
-                if not ways:
+                branches = map(_bound_after, (statement.body, statement.orelse))
+                going_on = [bound for bound in branches if bound is not None]
+                if not going_on:
                     return None
-                found |= set.intersection(*ways)
+                found |= set.intersection(*going_on)
             case ast.With():
-                found |= _Names(one.items).written | (_surely(one.body) or set())
+                found |= _Names(statement.items).written | (_bound_after(statement.body) or set())
             case ast.For() | ast.While() | ast.Try() | ast.TryStar() | ast.Match():
                 pass
             case _:
-                found |= _Names([one]).written
+                found |= _Names([statement]).written
     return found
 
 
@@ -292,10 +296,10 @@ class _Names(ast.NodeVisitor):
             super().generic_visit(node)
             return
         inner = _Names([*ast.iter_child_nodes(node)])
-        own = {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
-        kept = {one.target.id for one in ast.walk(node) if isinstance(one, ast.NamedExpr)}
+        arguments = {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
+        assigned = {part.target.id for part in ast.walk(node) if isinstance(part, ast.NamedExpr)}
         if isinstance(node, _COMPREHENSIONS):
-            self.written |= kept
+            self.written |= assigned
         elif not isinstance(node, ast.Lambda):
             self.written.add(node.name)
-        self.read |= inner.read - own - (inner.written - kept)
+        self.read |= inner.read - arguments - (inner.written - assigned)

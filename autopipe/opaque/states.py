@@ -58,16 +58,16 @@ def states_of(model: nn.Module, site: Site) -> list[str]:
         return []
     module = model.get_submodule(site.module)
     prefix = f"{site.module}." if site.module else ""
-    names, whole = first_names(model), site.method == WHOLE
-    words = set[str]() if whole else set(_words(type(module), site.method, set()))
-    whole = whole or bool(words & LOOKUPS)
+    names, reads_any = first_names(model), site.method == WHOLE
+    words = set[str]() if reads_any else set(_words(type(module), site.method, set()))
+    reads_any = reads_any or bool(words & LOOKUPS)
     return list(
         dict.fromkeys(
             names[id(tensor)]
             for name, tensor in named(model).items()
             if name.startswith(prefix)
             and id(tensor) in names
-            and (whole or name.removeprefix(prefix).partition(".")[0] in words)
+            and (reads_any or name.removeprefix(prefix).partition(".")[0] in words)
         )
     )
 
@@ -82,23 +82,25 @@ class ChangedStates:
 
     def __init__(self, model: nn.Module, states: Sequence[str]) -> None:
         self._model = model
-        own = named(model)
-        self._versions = {name: (tensor, version(tensor)) for name, tensor in own.items()}
-        self._values = {name: own[name].clone() for name in states if _is_small_buffer(own[name])}
+        tensors = named(model)
+        self._versions = {name: (tensor, version(tensor)) for name, tensor in tensors.items()}
+        self._values = {
+            name: tensors[name].clone() for name in states if _is_small_buffer(tensors[name])
+        }
 
     def changed(self) -> Iterator[tuple[str, Tensor | None, Tensor]]:
         """The name of each, the tensor before and the tensor now."""
         for name, tensor in named(self._model).items():
-            own, count = self._versions.get(name, (None, 0))
+            before, count = self._versions.get(name, (None, 0))
             values = self._values.get(name)
-            same = own is tensor and version(tensor) == count
+            same = before is tensor and version(tensor) == count
             if not same or (values is not None and not torch.equal(tensor, values)):
-                yield name, own, tensor
+                yield name, before, tensor
 
 
 def _is_small_buffer(tensor: Tensor) -> bool:
-    beside = isinstance(tensor, nn.Parameter) or is_sparse(tensor)
-    return not beside and tensor.numel() <= MOST_ELEMENTS
+    excluded = isinstance(tensor, nn.Parameter) or is_sparse(tensor)
+    return not excluded and tensor.numel() <= MOST_ELEMENTS
 
 
 class SetBefore:
@@ -150,15 +152,15 @@ class SetBefore:
 def differ(model: nn.Module, finds: str) -> bool:
     """Whether a model's attributes differ from those that `SetBefore.before` gave."""
     homes = {name: _home(model, name) for name in from_text(finds)}
-    now = {name: own.get(leaf, own) for name, (own, leaf) in homes.items()}
+    now = {name: attributes.get(leaf, attributes) for name, (attributes, leaf) in homes.items()}
     return not all(map(_is_plain, now.values())) or _as_text(now) != finds
 
 
 def put(model: nn.Module, finds: str) -> None:
     """Set a model's attributes to those that `SetBefore.before` gave."""
     for name, value in whole_of(from_text(finds), ()).items():
-        own, leaf = _home(model, name)
-        own[leaf] = value
+        attributes, leaf = _home(model, name)
+        attributes[leaf] = value
 
 
 def _home(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
@@ -181,13 +183,17 @@ def _is_plain(value: Any) -> bool:
 def _may_read(modules: Sequence[nn.Module], attribute: str) -> bool:
     """Whether code of one of the modules reads an attribute of this name."""
     kinds = {base for module in modules for base in type(module).__mro__} - {*nn.Module.__mro__}
-    return attribute == "training" or any(
-        one.argval == attribute and one.opname.startswith("LOAD_")  # getattr(self, "mode") too
-        for kind in kinds
-        for method in vars(kind).values()
-        for code in codes_in(getattr(inspect.unwrap(_plain(method)), "__code__", None))
-        for one in dis.get_instructions(code)
+    if attribute == "training":
+        return True
+    methods = (inspect.unwrap(_plain(method)) for kind in kinds for method in vars(kind).values())
+    codes = (code for method in methods for code in codes_in(getattr(method, "__code__", None)))
+    loads = (
+        instruction
+        for code in codes
+        for instruction in dis.get_instructions(code)
+        if instruction.opname.startswith("LOAD_")  # getattr(self, "mode") too
     )
+    return any(load.argval == attribute for load in loads)
 
 
 def _plain(method: Any) -> Any:
@@ -198,9 +204,9 @@ def _plain(method: Any) -> Any:
 def _words(kind: type, method: str, known: set[str]) -> Iterator[str]:
     """The names and texts in the code of a method and of the methods whose names are in it."""
     known.add(method)
-    for one in codes_in(getattr(getattr(kind, method, None), "__code__", None)):
-        yield from (text.partition(".")[0] for text in one.co_consts if isinstance(text, str))
-        for word in one.co_names:
+    for inner in codes_in(getattr(getattr(kind, method, None), "__code__", None)):
+        yield from (text.partition(".")[0] for text in inner.co_consts if isinstance(text, str))
+        for word in inner.co_names:
             yield word
             if word not in known and callable(getattr(kind, word, None)):
                 yield from _words(kind, word, known)

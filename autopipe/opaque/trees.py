@@ -39,9 +39,9 @@ def distinct_tensors(tree: Any) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in dense}.values())
 
 
-def returned(made: Any, left: Mapping[str, Tensor]) -> Any:
+def returned(result: Any, left: Mapping[str, Tensor]) -> Any:
     """The results of a call: what it returns, and tensors that it leaves in attributes, if any."""
-    return (made, dict(left)) if left else made
+    return (result, dict(left)) if left else result
 
 
 class Slot(NamedTuple):
@@ -63,28 +63,28 @@ class Struct(NamedTuple):
     fields: Mapping[str, Any]
 
 
-def parts_of(tree: Any, tensors: Sequence[Tensor], own: Mapping[int, str] = _NOTHING) -> Any:
+def parts_of(tree: Any, tensors: Sequence[Tensor], sparse: Mapping[int, str] = _NOTHING) -> Any:
     """A tree of containers with a `Slot` in the place of each of `tensors`.
 
     Args:
-        own: names of the model's sparse tensors, by their identity (`sparse.owned`).
+        sparse: names of the model's sparse tensors, by their identity (`sparse.owned`).
 
     Raises:
         Unlike: something in the tree is no plain value.
     """
     if isinstance(tree, Tensor) and is_sparse(tree):
-        if id(tree) not in own:
+        if id(tree) not in sparse:
             raise Unlike(f"a sparse tensor {_GOES}")
-        return Own(own[id(tree)])
+        return Own(sparse[id(tree)])
     if isinstance(tree, Tensor):
         return Slot(next(n for n, tensor in enumerate(tensors) if tensor is tree))
     if (fields := _fields(tree)) is not None:
-        told = {name: parts_of(item, tensors, own) for name, item in fields.items()}
-        return Struct(type(tree), told)
+        parts = {name: parts_of(item, tensors, sparse) for name, item in fields.items()}
+        return Struct(type(tree), parts)
     if type(tree) in (tuple, list):
-        return type(tree)(parts_of(item, tensors, own) for item in tree)
+        return type(tree)(parts_of(item, tensors, sparse) for item in tree)
     if type(tree) is dict:
-        return {key: parts_of(item, tensors, own) for key, item in tree.items()}
+        return {key: parts_of(item, tensors, sparse) for key, item in tree.items()}
     if tree is None or isinstance(tree, bool | int | float | str | torch.dtype | torch.device):
         return tree
     raise Unlike(f"a {type(tree).__name__} {_GOES}")
@@ -182,7 +182,7 @@ def _class(module: str, name: str) -> Any:
     return reduce(lambda inside, part: getattr(inside, part, None), name.split("."), home)
 
 
-def _struct(module: str, name: str, own: Any) -> Struct:
+def _struct(module: str, name: str, values: Any) -> Struct:
     kind = _class(str(module), str(name))  # a plan may be anybody's: no function, no other class
     if not isinstance(kind, type) or not (is_dataclass(kind) or hasattr(kind, "_asdict")):
         raise PlanError(
@@ -190,7 +190,7 @@ def _struct(module: str, name: str, own: Any) -> Struct:
             "is no dataclass and no named tuple of this process",
             hint="import that module in the file of the model, or plan again",
         )
-    return Struct(kind, _read(own))
+    return Struct(kind, _read(values))
 
 
 def _read(data: Any) -> Any:
@@ -209,7 +209,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
-    "struct": lambda told: _struct(*told),
+    "struct": lambda parts: _struct(*parts),
     "tensor": lambda number: Slot(int(number)),
     "own": lambda name: Own(str(name)),
     "tuple": lambda items: tuple(map(_read, items)),
