@@ -50,7 +50,7 @@ class Scores:
     """
 
     query: Value
-    turned: Value
+    transposed: Value
     scale: float
     mask: Mask | None
     nodes: tuple[Node, ...]
@@ -93,28 +93,28 @@ def attentions(graph: Graph) -> tuple[Attention, ...]:
 
 def _attention(flow: Dataflow, softmax: Node) -> Attention | None:
     """The attention around a softmax; None: there is none, or no single op equals it."""
-    given, made = arguments(softmax), softmax.outputs[0]
-    assert made is not None
-    if given["dim"] % len(made.shape) != len(made.shape) - 1:
+    given, output = arguments(softmax), softmax.outputs[0]
+    assert output is not None
+    if given["dim"] % len(output.shape) != len(output.shape) - 1:
         return None
     scores, after = _scores(flow, given["self"]), _to_product(flow, softmax)
     if scores is None or not after:
         return None
-    key = _turned(flow.graph, scores.turned)
+    key = _before_transpose(flow.graph, scores.transposed)
     if key is None:
         return None
     random = next((node for node in after if is_random(node)), None)
     found = Attention(scores.query, key, after[-1].values()[1], scores, after, random)
-    return found if _amounts_to_one(flow, found) else None
+    return found if _equals_one_op(flow, found) else None
 
 
-def _amounts_to_one(flow: Dataflow, found: Attention) -> bool:
+def _equals_one_op(flow: Dataflow, found: Attention) -> bool:
     """Whether the op's kernels compute the same, in the same dtype and under the same modes."""
-    graph, made, mask = flow.graph, found.last.outputs[0], found.scores.mask
+    graph, output, mask = flow.graph, found.last.outputs[0], found.scores.mask
     looks = [graph.spec(each) for each in (found.query, found.key, found.value)]
-    if made is None or {look.dtype for look in looks} != {made.dtype}:
+    if output is None or {look.dtype for look in looks} != {output.dtype}:
         return False
-    if len({look.shape[:-2] for look in looks}) > 1 or len(made.shape) not in (3, 4):
+    if len({look.shape[:-2] for look in looks}) > 1 or len(output.shape) not in (3, 4):
         return False
     nodes = (*found.scores.nodes, *found.after)
     if len({(node.grad, node.autocast, node.again) for node in nodes}) > 1:
@@ -128,8 +128,8 @@ def _amounts_to_one(flow: Dataflow, found: Attention) -> bool:
     if mask is None:
         return True
     look = graph.spec(mask.value)
-    wanted = made.dtype if mask.low is None else torch.bool
-    return look.dtype == wanted and len(look.shape) in (2, len(made.shape))
+    dtype = output.dtype if mask.low is None else torch.bool
+    return look.dtype == dtype and len(look.shape) in (2, len(output.shape))
 
 
 def _scores(flow: Dataflow, value: object) -> Scores | None:
@@ -140,8 +140,8 @@ def _scores(flow: Dataflow, value: object) -> Scores | None:
     given = arguments(node)
     match node.short:
         case "matmul" | "bmm":
-            query, turned = node.values()
-            return Scores(query, turned, 1.0, None, (node,))
+            query, transposed = node.values()
+            return Scores(query, transposed, 1.0, None, (node,))
         case "baddbmm" if given["beta"] in (0, 1):
             plain = Scores(given["batch1"], given["batch2"], float(given["alpha"]), None, (node,))
             if not given["beta"]:
@@ -161,9 +161,9 @@ def _scores(flow: Dataflow, value: object) -> Scores | None:
         case "masked_fill":
             return _masked(flow, node, given["self"], given["mask"], given["value"])
         case "where" if "other" in given:
-            own, where, other = given["self"], given["condition"], given["other"]
-            found = _masked(flow, node, own, where, other, kept=True)
-            return found or _masked(flow, node, other, where, own)
+            chosen, where, other = given["self"], given["condition"], given["other"]
+            found = _masked(flow, node, chosen, where, other, kept=True)
+            return found or _masked(flow, node, other, where, chosen)
     return None
 
 
@@ -190,8 +190,8 @@ def _masked(
         return None
     if low is not None and (number is None or number > LOWEST):
         return None
-    made, before = node.outputs[0], found.nodes[-1].outputs[0]
-    if made is None or before is None or made.shape != before.shape:
+    after, before = node.outputs[0], found.nodes[-1].outputs[0]
+    if after is None or before is None or after.shape != before.shape:
         return None
     return replace(found.through(node), mask=Mask(mask, number, kept))
 
@@ -254,7 +254,7 @@ def _readers(flow: Dataflow, node: Node) -> list[Node]:
     return [nodes[p] for p in flow.users.get(Ref(node.name), ()) if p < len(nodes)]
 
 
-def _turned(graph: Graph, value: Value) -> Value | None:
+def _before_transpose(graph: Graph, value: Value) -> Value | None:
     """The value of which this one is the transpose in the last two dims; None: there is none."""
     node = maker(graph, value)
     if node is None:

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from autopipe.ir.torch_patches import patched
 
-_OWN = {"min": builtins.min, "max": builtins.max}
+_BUILTINS = {"min": builtins.min, "max": builtins.max}
 _POWER = math.pow
 
 
@@ -33,15 +33,15 @@ def chosen_by_tensors() -> Iterator[None]:
     """Within, `min` and `max` of two tensors of one element, or of one and a number, are ops."""
 
     def extreme(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*args: Any, **kwargs: Any) -> Any:
+        def chosen(*args: Any, **kwargs: Any) -> Any:
             if len(args) == 2 and not kwargs and any(isinstance(a, torch.SymInt) for a in args):
                 return _of_sizes(name, *args, otherwise)
             if not any(isinstance(arg, Tensor) for arg in args):
                 return otherwise(*args, **kwargs)
             found = _chosen(name, *args) if len(args) == 2 and not kwargs else None
-            return _OWN[name](*args, **kwargs) if found is None else found
+            return _BUILTINS[name](*args, **kwargs) if found is None else found
 
-        return asked
+        return chosen
 
     def power(x: Any, y: Any) -> Any:
         tensors = isinstance(x, Tensor) or isinstance(y, Tensor)
@@ -49,7 +49,7 @@ def chosen_by_tensors() -> Iterator[None]:
 
     otherwise = math.pow
     with ExitStack() as until:
-        for name in _OWN:
+        for name in _BUILTINS:
             instead = extreme(name, getattr(builtins, name))
             until.enter_context(patched(builtins, name, instead))
         until.enter_context(patched(math, "pow", power))
@@ -62,27 +62,27 @@ def _of_sizes(name: str, a: Any, b: Any, otherwise: Callable[..., Any]) -> Any:
     torch computes the stride of dims that a view merges so: `min(8, 64 * rows)` for experts before
     tokens. It does not find that this is 8, and would report a fixed number of rows.
     """
-    for one, other in ((a, b), (b, a)):
-        least, most = (one, other) if name == "min" else (other, one)
+    for first, second in ((a, b), (b, a)):
+        least, most = (first, second) if name == "min" else (second, first)
         if statically_known_true(least <= most):
-            return one
+            return first
     return otherwise(a, b)
 
 
 def _chosen(name: str, a: Any, b: Any) -> Tensor | None:
     """The lesser or the greater of two values, the first if equal; None: leave it to Python."""
     given = [value for value in (a, b) if isinstance(value, Tensor)]
-    one: Tensor = given[0]
+    tensor: Tensor = given[0]
     if any(t.numel() != 1 or t.dtype in (torch.bool, *_COMPLEX) for t in given):
         return None
     if len(given) == 1:
-        number = b if one is a else a
-        if not _as_exact(number, one):
+        number = b if tensor is a else a
+        if not _as_exact(number, tensor):
             return None
-        if one is a:
+        if tensor is a:
             limits = {"max" if name == "min" else "min": number}
-            return torch.clamp(one, **limits)
-        a = torch.full_like(one, number)
+            return torch.clamp(tensor, **limits)
+        a = torch.full_like(tensor, number)
     if a.shape != b.shape or a.dtype != b.dtype:
         return None
     return torch.where(b < a if name == "min" else b > a, b, a)

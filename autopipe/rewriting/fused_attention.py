@@ -50,22 +50,23 @@ def fused(graph: Graph) -> Graph:
     The node with an attention's result keeps its name. A graph without attentions is returned as it
     is.
     """
-    names, made = set(graph.index), dict[str, list[Node]]()
+    names, replacements = set(graph.index), dict[str, list[Node]]()
     for attention in attentions(graph):
-        made[attention.last.name] = _as_one(graph, attention, names)
-    graph = _replaced(graph, made) if made else graph
-    made = dict(_in_groups(graph))
-    return _replaced(graph, made) if made else graph
+        replacements[attention.last.name] = _as_one(graph, attention, names)
+    graph = _replaced(graph, replacements) if replacements else graph
+    replacements = dict(_in_groups(graph))
+    return _replaced(graph, replacements) if replacements else graph
 
 
-def _replaced(graph: Graph, made: dict[str, list[Node]]) -> Graph:
+def _replaced(graph: Graph, replacements: dict[str, list[Node]]) -> Graph:
     """The graph with some nodes replaced, by name; nodes that only those have read are dropped."""
     read_before = {name for node in graph.nodes for name in _read(node.values())}
     read = set(_read(values_in(graph.outputs)))
     nodes: list[Node] = []
-    for node in (
-        new for old in reversed(graph.nodes) for new in reversed(made.get(old.name, [old]))
-    ):
+    backwards = (
+        new for old in reversed(graph.nodes) for new in reversed(replacements.get(old.name, [old]))
+    )
+    for node in backwards:
         if node.name in read or node.name not in read_before or written_by(node):
             nodes.append(node)
             read.update(_read(node.values()))
@@ -96,29 +97,29 @@ def _in_groups(graph: Graph) -> Iterator[tuple[str, list[Node]]]:
 def _as_one(graph: Graph, attention: Attention, names: set[str]) -> list[Node]:
     """The nodes that replace an attention."""
     last, mask, dropout = attention.last, attention.scores.mask, attention.dropout
-    new, made = _NewNodes(last, names), last.outputs[0]
-    assert made is not None
+    new, output = _NewNodes(last, names), last.outputs[0]
+    assert output is not None
     values = (attention.query, attention.key, attention.value)
-    operands, alone = [(value, graph.spec(value)) for value in values], None
+    operands, keyless = [(value, graph.spec(value)) for value in values], None
     if mask is not None:
-        own, alone = new.mask(mask, graph.spec(mask.value))
-        operands.append(own)
-    lifted = len(made.shape) == 3
+        mask_operand, keyless = new.mask(mask, graph.spec(mask.value))
+        operands.append(mask_operand)
+    lifted = len(output.shape) == 3
     if lifted:  # kernels want four dims
         operands = [new.lifted(*operand) for operand in operands]
     args: list[Arg] = [value for value, _ in operands] + [None] * (4 - len(operands))
     args += [arguments(dropout)["p"] if dropout is not None else 0.0, False]
-    how: dict[str, Any] = {"kwargs": {"scale": attention.scores.scale}}
+    extra: dict[str, Any] = {"kwargs": {"scale": attention.scores.scale}}
     if dropout is not None:
-        how["stream"] = dropout.stream or dropout.name
-    look = TensorSpec((1, *made.shape), made.dtype) if lifted else made
-    result = new.add(ATTENTION, tuple(args), look, **how)
+        extra["stream"] = dropout.stream or dropout.name
+    look = TensorSpec((1, *output.shape), output.dtype) if lifted else output
+    result = new.add(ATTENTION, tuple(args), look, **extra)
     if lifted:
-        result = new.add("aten.squeeze.dim", (result[0], 0), made)
-    if alone is not None:
-        mean = TensorSpec((*made.shape[:-2], 1, made.shape[-1]), made.dtype)
+        result = new.add("aten.squeeze.dim", (result[0], 0), output)
+    if keyless is not None:
+        mean = TensorSpec((*output.shape[:-2], 1, output.shape[-1]), output.dtype)
         equally = new.add("aten.mean.dim", (attention.value, (-2,), True), mean)
-        new.add("aten.where.self", (alone[0], equally[0], result[0]), made)
+        new.add("aten.where.self", (keyless[0], equally[0], result[0]), output)
     *before, end = new.nodes
     return [*before, replace(end, name=last.name)]
 
@@ -133,13 +134,13 @@ class _NewNodes:
 
     def add(self, op: str, args: tuple[Arg, ...], look: TensorSpec, **how: Any) -> _Operand:
         """Add a node whose result has this shape and dtype."""
-        own = NodeName.of(self.last.name)
-        assert own is not None, "a node's name has a slash"
-        numbered = (str(NodeName(own.module, short_name(op), n)) for n in count())
+        last_name = NodeName.of(self.last.name)
+        assert last_name is not None, "a node's name has a slash"
+        numbered = (str(NodeName(last_name.module, short_name(op), n)) for n in count())
         name = next(name for name in numbered if name not in self.names)
         self.names.add(name)
-        made: dict[str, Any] = {"kwargs": {}, "outputs": (look,), **how}
-        self.nodes.append(replace(self.last, name=name, op=op, args=args, **made))
+        fields: dict[str, Any] = {"kwargs": {}, "outputs": (look,), **how}
+        self.nodes.append(replace(self.last, name=name, op=op, args=args, **fields))
         return Ref(name), look
 
     def mask(self, mask: Mask, look: TensorSpec) -> tuple[_Operand, _Operand | None]:
@@ -156,8 +157,8 @@ class _NewNodes:
         hidden = self.denied(*operand) if mask.kept else operand
         shown = operand if mask.kept else self.denied(*operand)
         each = TensorSpec((*look.shape[:-1], 1), torch.bool)
-        alone = self.add("aten.all.dim", (hidden[0], -1, True), each)
-        return self.add("aten.logical_or.default", (shown[0], alone[0]), look), alone
+        keyless = self.add("aten.all.dim", (hidden[0], -1, True), each)
+        return self.add("aten.logical_or.default", (shown[0], keyless[0]), look), keyless
 
     def denied(self, value: Value, look: TensorSpec) -> _Operand:
         """The opposite of booleans."""

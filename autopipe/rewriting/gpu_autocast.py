@@ -54,7 +54,7 @@ FP32 = frozenset(
 ) | ({"rms_norm"} if torch.__version__ >= "2.12" else set())
 """In fp32."""
 
-FP32_UNLESS_TOLD = frozenset(
+FP32_UNLESS_GIVEN = frozenset(
     "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm "
     "linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar "
     "norm.ScalarOpt_dim".split()
@@ -145,8 +145,8 @@ def cast(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     dtype, policy = EMULATED.get(), _policy(op)
     if dtype is None or policy is None:
         return args, kwargs
-    if policy is FP32_UNLESS_TOLD:
-        if _told(args, kwargs) or not args or not _eligible(args[0]):
+    if policy is FP32_UNLESS_GIVEN:
+        if _names_dtype(args, kwargs) or not args or not _eligible(args[0]):
             return args, kwargs
         if "norm." in str(op):  # whose op names no dtype
             return (args[0].float(), *args[1:]), kwargs
@@ -199,7 +199,7 @@ def _sees_no_mode(*_: Any) -> bool:
     return False
 
 
-_LISTS = (LOWER, LOWER_WITHIN, HALF_WITHIN, FP32, FP32_WITHIN, FP32_UNLESS_TOLD, WIDEST)
+_LISTS = (LOWER, LOWER_WITHIN, HALF_WITHIN, FP32, FP32_WITHIN, FP32_UNLESS_GIVEN, WIDEST)
 _POLICIES = {name: names for names in _LISTS for name in names}
 _OF_FUNCTIONS = {name.partition(".")[0]: policy for name, policy in _POLICIES.items()}
 """Of `torch.softmax` and `Tensor.softmax`, which name no overload."""
@@ -214,7 +214,7 @@ def _policy(op: Any) -> frozenset[str] | None:
     return _OF_FUNCTIONS.get(name, _OF_FUNCTIONS.get(name.strip("_")))  # __matmul__
 
 
-def _told(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _names_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call names the dtype of its result."""
     return kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
 

@@ -80,9 +80,9 @@ def gpu_attention(
 
     Args: query [b, h, s, d], key [b, h, t, d], value [b, h, t, e].
     """
-    width, learns = query.shape[-1], attn_mask is not None and attn_mask.requires_grad
+    width, mask_learns = query.shape[-1], attn_mask is not None and attn_mask.requires_grad
     alike = width == value.shape[-1]
-    if query.ndim == 4 and (dropout_p or learns or not alike):
+    if query.ndim == 4 and (dropout_p or mask_learns or not alike):
         if attn_mask is None and alike and query.dtype.itemsize == 2 and width <= _WIDEST:
             flash = _aten._scaled_dot_product_flash_attention.default
             return _as_tensor(flash(query, key, value, dropout_p, is_causal, scale=scale)[0])
@@ -90,8 +90,8 @@ def gpu_attention(
         if aligned and not enable_gqa:
             efficient = _aten._scaled_dot_product_efficient_attention.default
             bias = None if attn_mask is None else _bias(attn_mask, query, key)
-            made = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)
-            return _as_tensor(made[0])
+            result = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)
+            return _as_tensor(result[0])
     given = query, key, value, attn_mask, dropout_p, is_causal
     return _as_tensor(_ATTENTION(*given, scale=scale, enable_gqa=enable_gqa))
 
@@ -103,9 +103,9 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
-def _as_tensor(made: Any) -> Tensor:
-    assert isinstance(made, Tensor)
-    return made
+def _as_tensor(result: Any) -> Tensor:
+    assert isinstance(result, Tensor)
+    return result
 
 
 def _under_autocast(op: Any, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -70,9 +70,9 @@ class LabelCounts:
 
     def beside(self, graph: Graph) -> Graph:
         """The loss's graph with these counts as further results."""
-        own = (node for node in self.graph.nodes if node.name not in graph.index)
+        new = (node for node in self.graph.nodes if node.name not in graph.index)
         outputs = (*graph.outputs, *self.graph.outputs)
-        return replace(graph, nodes=(*graph.nodes, *own), outputs=outputs)
+        return replace(graph, nodes=(*graph.nodes, *new), outputs=outputs)
 
 
 _MEANS = LOSSES | {"nll_loss2d"}
@@ -108,7 +108,7 @@ def label_counts(graph: Graph, others: int = 0) -> LabelCounts | None:
     results = [flow.position(v) for v in values_in(graph.outputs[:1]) if isinstance(v, Ref)]
     before = (graph.nodes[p] for p in sorted(flow.with_all_before(results)))
     terms = [_term(flow, node) for node in before]
-    return _together(graph, [term for term in terms if term is not None])
+    return _all_terms(graph, [term for term in terms if term is not None])
 
 
 def _term(flow: Dataflow, node: Node) -> LabelCounts | None:
@@ -156,7 +156,7 @@ def leaving_out(leaves: Mapping[str, Any], read: Collection[str]) -> list[dict[s
 _LEFT_OUT = 0.3
 
 
-def _together(graph: Graph, terms: Sequence[LabelCounts]) -> LabelCounts | None:
+def _all_terms(graph: Graph, terms: Sequence[LabelCounts]) -> LabelCounts | None:
     """The counts of all terms of a loss."""
     if not terms:
         return None
@@ -164,8 +164,8 @@ def _together(graph: Graph, terms: Sequence[LabelCounts]) -> LabelCounts | None:
     last = len(graph.nodes)
     order = sorted(nodes, key=lambda name: graph.index.get(name, last))  # what is added stays last
     counts = tuple(term.graph.outputs[1] for term in terms)
-    made = of_nodes(graph, tuple(nodes[name] for name in order), counts)
-    return replace(terms[0], graph=check.after("label_counts", made), terms=True)
+    counting = of_nodes(graph, tuple(nodes[name] for name in order), counts)
+    return replace(terms[0], graph=check.after("label_counts", counting), terms=True)
 
 
 def _made_by(flow: Dataflow, value: object) -> Node | None:
@@ -189,9 +189,9 @@ def _of_labels(flow: Dataflow, loss: Node) -> LabelCounts | None:
     nodes: list[Node] = []
 
     def add(op: str, *args: Arg, shape: Sequence[Dim] = spec.shape, dtype: torch.dtype) -> Ref:
-        made = TensorSpec(tuple(shape), dtype)
+        look = TensorSpec(tuple(shape), dtype)
         name = f"label_counts/{loss.name}/{short_name(op)}/{len(nodes)}"
-        nodes.append(Node(name, op, args, {}, (made,), packed=False, scopes=(), place=""))
+        nodes.append(Node(name, op, args, {}, (look,), packed=False, scopes=(), place=""))
         return Ref(name)
 
     counted = torch.int64
@@ -214,8 +214,8 @@ def _divisor(flow: Dataflow, divisor: object) -> _Divisor | None:
         if node.short == "sum":
             (labels,) = node.values()
             has_rows = BATCH in _symbols(flow.graph.spec(labels))
-            one = node.outputs[0] is not None and not node.outputs[0].shape
-            return _Divisor(divisor, value, labels, least, plus) if has_rows and one else None
+            is_scalar = node.outputs[0] is not None and not node.outputs[0].shape
+            return _Divisor(divisor, value, labels, least, plus) if has_rows and is_scalar else None
         if node.short in ("clamp", "clamp_min") and given.get("max") is None and not least:
             least = given["min"]
             number = isinstance(least, int | float)
@@ -235,18 +235,18 @@ def _symbols(spec: TensorSpec) -> set[sympy.Basic]:
 
 
 def _counting(
-    flow: Dataflow, found: _Divisor, loss: Node, more: tuple[Node, ...]
+    flow: Dataflow, found: _Divisor, loss: Node, extra: tuple[Node, ...]
 ) -> LabelCounts | None:
     """The graph of the counts; None: they depend on the model's results or on random numbers."""
-    graph, made = flow.graph, {node.name for node in more}
+    graph, added = flow.graph, {node.name for node in extra}
     end = graph.index[loss.name]
-    waiting = [v for node in more for v in node.values()] + [found.value, found.sum]
+    waiting = [v for node in extra for v in node.values()] + [found.value, found.sum]
     needed: set[int] = set()
     while waiting:
         value = waiting.pop()
         if isinstance(value, State) and graph.states[value.name].kind != "constant":
             return None
-        if isinstance(value, Ref) and value.node in made:
+        if isinstance(value, Ref) and value.node in added:
             continue
         writers = flow.writers.get(flow.root[value], ())
         if any(p >= end for p in writers):
@@ -256,7 +256,7 @@ def _counting(
                 return None
             needed.add(position)
             waiting += graph.nodes[position].values()
-    nodes = (*(graph.nodes[p] for p in sorted(needed)), *more)
+    nodes = (*(graph.nodes[p] for p in sorted(needed)), *extra)
     counts = check.after("label_counts", of_nodes(graph, nodes, (found.value, found.sum)))
     labels = graph.spec(found.labels)
     return LabelCounts(counts, labels, found.least, found.more, loss.place)

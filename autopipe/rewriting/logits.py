@@ -41,7 +41,7 @@ class Head:
 
     Attributes:
         x, weight, bias: the product's operands: [..., h], [v, h], [v] or None.
-        turned: the node that transposes the weight, if there is one.
+        transposing: the node that transposes the weight, if there is one.
     """
 
     loss: Node
@@ -50,7 +50,7 @@ class Head:
     x: Value
     weight: Value
     bias: Value | None
-    turned: Node | None
+    transposing: Node | None
 
     def logits_bytes(self, rows: int) -> int:
         """Bytes of the logits in fp32 of a micro-batch of `rows` rows."""
@@ -89,10 +89,10 @@ def _head(flow: Dataflow, loss: Node) -> Head | None:
         return None
     if node is None or any(part.autocast or part.grad != loss.grad for part in (node, loss)):
         return None
-    turned, operands = None, list(values_in(node.args))
+    transposing, operands = None, list(values_in(node.args))
     if node.short in ("matmul", "mm") and len(operands) == 2:
-        turned = _transposing(flow, operands[1])
-        operands[1:] = turned.values() if turned is not None else ()
+        transposing = _transposing(flow, operands[1])
+        operands[1:] = transposing.values() if transposing is not None else ()
     elif node.short != "linear":
         return None
     if len(operands) < 2 or operands[0] == operands[1]:
@@ -100,16 +100,16 @@ def _head(flow: Dataflow, loss: Node) -> Head | None:
     x, weight, *bias = operands
     if min(len(graph.spec(operand).shape) for operand in (x, weight)) < 2:
         return None
-    return Head(loss, tuple(between), node, x, weight, bias[0] if bias else None, turned)
+    return Head(loss, tuple(between), node, x, weight, bias[0] if bias else None, transposing)
 
 
 def _turns(graph: Graph, node: Node) -> bool:
     """Whether a node makes [b, v, s] of [b, s, v], the order in which `cross_entropy` takes it."""
     if node.short not in _TURNS:
         return False
-    made, was = node.outputs[0], graph.spec(node.values()[0]).shape
-    dims = _order(node, len(was))
-    return made is not None and len(was) == 3 and dims == [0, 2, 1]
+    after, before = node.outputs[0], graph.spec(node.values()[0]).shape
+    dims = _order(node, len(before))
+    return after is not None and len(before) == 3 and dims == [0, 2, 1]
 
 
 def _order(node: Node, rank: int) -> list[int]:
@@ -126,18 +126,18 @@ def _order(node: Node, rank: int) -> list[int]:
 
 def _keeps_columns(graph: Graph, node: Node) -> bool:
     """Whether a node casts logits to a dtype at least as wide, or moves whole rows of them."""
-    made, values = node.outputs[0], node.values()
-    if made is None or len(values) != 1:
+    after, values = node.outputs[0], node.values()
+    if after is None or len(values) != 1:
         return False
-    was = graph.spec(values[0])
+    before = graph.spec(values[0])
     if node.short in _CASTS:
-        return made.dtype.is_floating_point and made.dtype.itemsize >= was.dtype.itemsize
-    last = len(was.shape) - 1
+        return after.dtype.is_floating_point and after.dtype.itemsize >= before.dtype.itemsize
+    last = len(before.shape) - 1
     if node.short == "log_softmax":
         return bool(arguments(node)["dim"] % (last + 1) == last)
     if node.short == "slice" and arguments(node)["dim"] % (last + 1) == last:
         return False
-    return node.short in OF_ROWS and made.shape[-1:] == was.shape[-1:]
+    return node.short in OF_ROWS and after.shape[-1:] == before.shape[-1:]
 
 
 def _transposing(flow: Dataflow, value: Value) -> Node | None:

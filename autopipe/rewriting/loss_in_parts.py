@@ -37,35 +37,35 @@ def in_parts(graph: Graph, parts: int) -> Graph:
     found: dict[str, list[Node]] = {}
     for head in heads(graph) if parts else ():
         found |= _rewritten(graph, head, parts)
-    nodes = tuple(made for node in graph.nodes for made in found.get(node.name, [node]))
+    nodes = tuple(new for node in graph.nodes for new in found.get(node.name, [node]))
     return check.after("vocabulary_loss", replace(graph, nodes=nodes)) if found else graph
 
 
 def _rewritten(graph: Graph, head: Head, parts: int) -> dict[str, list[Node]]:
     """The replacements of a head's nodes, by name."""
     found: dict[str, list[Node]] = {head.product.name: []}
-    if head.turned is not None:
-        found[head.turned.name] = []
+    if head.transposing is not None:
+        found[head.transposing.name] = []
     x, spec = head.x, graph.spec(head.x)
     for node in head.between:
         found[node.name] = []
-        made = node.outputs[0]
-        if node.short not in OF_ROWS or made is None:
+        output = node.outputs[0]
+        if node.short not in OF_ROWS or output is None:
             continue
-        spec = TensorSpec((*made.shape[:-1], spec.shape[-1]), spec.dtype)
+        spec = TensorSpec((*output.shape[:-1], spec.shape[-1]), spec.dtype)
         row = replace(node, args=(x, *node.args[1:]), outputs=(spec,))
         if node.short not in ("slice", "contiguous", "clone"):
             row = replace(row, op="aten.reshape.default", args=(x, spec.shape), kwargs={})
         found[node.name], x = [row], Ref(node.name)
-    loss, made = arguments(head.loss), head.loss.outputs[0]
-    assert made is not None
+    loss, output = arguments(head.loss), head.loss.outputs[0]
+    assert output is not None
     width = -(-_vocabulary(graph, head) // parts)
-    how = loss["ignore_index"], loss["reduction"], made.dtype, width, 0, ""
+    how = loss["ignore_index"], loss["reduction"], output.dtype, width, 0, ""
     count = sympy.prod(graph.spec(loss["target"]).shape)
     each = TensorSpec((count,), wide(graph.spec(head.weight).dtype))
     args = (x, head.weight, head.bias, loss["target"], *how)
     found[head.loss.name] = [
-        replace(head.loss, op=LOSS, args=args, kwargs={}, outputs=(made, each), packed=True)
+        replace(head.loss, op=LOSS, args=args, kwargs={}, outputs=(output, each), packed=True)
     ]
     return found
 

@@ -41,9 +41,9 @@ def normalizations(flow: Dataflow) -> Mapping[str, Normalized]:
     """The divisions of trained parameters by their norms, by the names of their nodes."""
     found = {}
     for node in flow.graph.nodes:
-        made = _normalized(flow, node) if node.op in (DIVISION, IN_PLACE) else None
-        if made is not None:
-            found[node.name] = made
+        normalized = _normalized(flow, node) if node.op in (DIVISION, IN_PLACE) else None
+        if normalized is not None:
+            found[node.name] = normalized
     return found
 
 
@@ -53,14 +53,14 @@ def _normalized(flow: Dataflow, division: Node) -> Normalized | None:
     if not chain or chain[-1].op != "aten.linalg_vector_norm.default":
         return None
     given = arguments(chain[-1])
-    own, normed = _weight(flow, tensor), _weight(flow, given["self"])
-    if own is None or normed is None or own[0] != normed[0] or not given["keepdim"]:
+    divided, normed = _weight(flow, tensor), _weight(flow, given["self"])
+    if divided is None or normed is None or divided[0] != normed[0] or not given["keepdim"]:
         return None
-    weight, spec = own[0], flow.graph.spec(own[0])
+    weight, spec = divided[0], flow.graph.spec(divided[0])
     least = next((node.args[1] for node in chain if node.short == "clamp_min"), 0.0)
     if given["dtype"] not in (None, spec.dtype) or not isinstance(least, int | float):
         return None
-    within = own[1] | normed[1] | {node.name for node in chain}
+    within = divided[1] | normed[1] | {node.name for node in chain}
     users = {user for name in within for user in flow.users.get(Ref(name), ())}
     others = {flow.graph.nodes[user].name for user in users} - within - {division.name}
     if others or _NO_NORM < least < 1:

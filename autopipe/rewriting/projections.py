@@ -27,7 +27,7 @@ from autopipe.rewriting.normalized import DIVISION, IN_PLACE, normalizations
 from autopipe.util import dtypes
 
 _NUMBERS = "clamp clamp_min clamp_max relu abs nan_to_num renorm"
-"""Ops of a tensor and numbers. `renorm` leaves norms 1e-7 under what it is told, so that a second
+"""Ops of a tensor and numbers. `renorm` leaves norms 1e-7 under its argument, so that a second
 time changes nothing but a last bit (aten/src/ATen/native/native: `maxnorm / (norm + 1e-7)`)."""
 
 _MASKS = {"mul": "Tensor", "masked_fill": "Scalar"}
@@ -100,13 +100,13 @@ def with_projections(graph: Graph) -> Graph:
         if weight not in values:
             states[weight.name] = replace(states[weight.name], projection=(found.op, rest))
             read = append(node, "aten.detach.default", weight)
-            beside = [in_dtype_of(weight, arg, node) for arg in rest]
+            operands = [in_dtype_of(weight, arg, node) for arg in rest]
             if found.op == NORMALIZED:
                 changed = swap(node.args[1], values)
                 if node.op == IN_PLACE:
                     changed = append(node, DIVISION, read, changed)
             else:
-                changed = append(node, PROJECTIONS[found.op], read, *beside)
+                changed = append(node, PROJECTIONS[found.op], read, *operands)
             zero = append(node, "aten.sub.Tensor", weight, read)
             values[weight] = append(node, "aten.add.Tensor", changed, zero)
         written = node.values()[0]
@@ -128,13 +128,13 @@ def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
     """
     flow = analyse(graph)
     root, divisions = flow.root, normalizations(flow)
-    within = {name for one in divisions.values() for name in one.within}
+    within = {name for division in divisions.values() for name in division.within}
     written = {root[value] for node in graph.nodes for value in written_by(node)}
     fixed = {State(n) for n, s in graph.states.items() if s.kind == "buffer"} - written
     names: dict[object, State] = {
         State(n): State(n) for n, s in graph.states.items() if s.trainable
     }
-    made: dict[object, _Projection] = {}
+    copies: dict[object, _Projection] = {}
     done: dict[State, _Projection] = {}
     read: dict[State, list[_Projection | None]] = {weight: [] for weight in names.values()}
     for node in graph.nodes:
@@ -143,8 +143,8 @@ def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
         if node.op == "aten.detach.default" and weight is not None:
             names[Ref(node.name)] = weight
             continue
-        if node.op == "aten.detach.default" and tensor in made:
-            made[Ref(node.name)] = made[tensor]
+        if node.op == "aten.detach.default" and tensor in copies:
+            copies[Ref(node.name)] = copies[tensor]
             continue
         found = None
         divided = divisions.get(node.name)
@@ -153,9 +153,9 @@ def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
         elif node.op in PROJECTIONS:
             found = _projection(node, node.op, names, fixed)
         elif node.op == "aten.copy_.default" and weight is not None:
-            found = made.get(node.args[1])
+            found = copies.get(node.args[1])
         if found is not None and found.weight == weight:
-            if done.get(weight, found) == found and all(one == found for one in read[weight]):
+            if done.get(weight, found) == found and all(copy == found for copy in read[weight]):
                 done[weight], names[Ref(node.name)] = found, weight
                 _check_precision(graph, node, found)
                 yield node.name, found
@@ -164,7 +164,7 @@ def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
         if divided is not None:
             copy = _Projection(divided.weight, NORMALIZED, divided.rest)
         if copy is not None:
-            made[Ref(node.name)] = copy
+            copies[Ref(node.name)] = copy
         read_here = {names[value] for value in node.values() if value in names} - done.keys()
         for reader in read_here if node.name not in within else ():
             read[reader].append(copy)

@@ -30,8 +30,8 @@ def before_repeat(graph: Graph, key: Value, value: Value) -> tuple[Value, Value]
 
 def _repeated(graph: Graph, value: Value) -> Value | None:
     """The value that was repeated along dim 1 to make this one; None: there is none."""
-    node, parts, made = maker(graph, value), list[Node](), graph.spec(value).shape
-    if node is None or len(made) != 4:
+    node, parts, shape = maker(graph, value), list[Node](), graph.spec(value).shape
+    if node is None or len(shape) != 4:
         return None
     if node.short == "repeat_interleave":
         given = arguments(node)
@@ -48,5 +48,5 @@ def _repeated(graph: Graph, value: Value) -> Value | None:
     if wide is None or len(wide.shape) != 5:
         return None
     b, heads, times, t, d = wide.shape
-    same = graph.spec(fewer).shape == (b, heads, t, d) and made == (b, heads * times, t, d)
+    same = graph.spec(fewer).shape == (b, heads, t, d) and shape == (b, heads * times, t, d)
     return fewer if same else None

@@ -12,7 +12,7 @@ from autopipe.errors import ModelError
 from autopipe.rewriting.for_gpus import for_gpus
 from autopipe.rewriting.gpu_autocast import (
     FP32,
-    FP32_UNLESS_TOLD,
+    FP32_UNLESS_GIVEN,
     LOWER,
     WIDEST,
     autocast,
@@ -84,7 +84,7 @@ def test_the_lists_are_those_of_this_torch():
     }
     casts = {name for name in casts if "imname" not in name and ".names_" not in name}
     casts.discard("binary_cross_entropy")  # refused there
-    assert sorted(LOWER | FP32 | FP32_UNLESS_TOLD | WIDEST) == sorted(casts)
+    assert sorted(LOWER | FP32 | FP32_UNLESS_GIVEN | WIDEST) == sorted(casts)
 
 
 def test_an_inner_autocast_decides():
