@@ -77,12 +77,12 @@ def check(
         return
     if loss_over == OVER_BATCH:
         return
-    found = _looked_at(traced, example, loss)
+    found = _why_unchecked(traced, example, loss)
     if found is not None:
         say(f"loss: not compared with that of half the rows: {found}")
 
 
-def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) -> str | None:
+def _why_unchecked(traced: Trace, example: Callable[[int], Any], loss: Loss | None) -> str | None:
     """The reason why a loss could not be checked; None if it was."""
     labels = label_counts(traced.graph)
     tail = _tail(analyse(labels.beside(traced.graph) if labels is not None else traced.graph))
@@ -100,19 +100,20 @@ def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) 
     if labels is None or labels.terms:  # or count all
         read = {v.path for node in tail.nodes for v in node.values() if isinstance(v, Input)}
         holes = leaving_out(first, read) if not traced.reads else []
-        tried += [(one, 2, " and a batch of which masks leave some out") for one in holes]
-    for found, draws, beside in tried:
-        halves = [batch.slice_rows(traced.inputs, found, n, n + HALF) for n in (0, HALF)]
+        tried += [(holed, 2, " and a batch of which masks leave some out") for holed in holes]
+    for rows, draws, holes_text in tried:
+        halves = [batch.slice_rows(traced.inputs, rows, n, n + HALF) for n in (0, HALF)]
         try:
-            apart = _apart(tail, found, halves, labels, draws)
+            unequal = _unequal(tail, rows, halves, labels, draws)
         except RowsUnknown as why:
             return str(why)
-        if apart is not None and not (beside and _uneven(apart[0], labels)):  # a run looks at those
-            raise _refusal(*apart, labels, tail.nodes[-1].place or begins(loss), beside)
+        # A run looks at masks that leave unequally many labels.
+        if unequal is not None and not (holes_text and _uneven(unequal[0], labels)):
+            raise _refusal(*unequal, labels, tail.nodes[-1].place or begins(loss), holes_text)
     return None
 
 
-def _apart(
+def _unequal(
     tail: RowRuns,
     leaves: Leaves,
     halves: list[dict[str, Any]],
@@ -137,10 +138,10 @@ def _apart(
             if sound[:2] != every[:2]:
                 break
             off = [CLOSE, *[further] * len(sound[1:])]
-            apart = [v for v, o in zip(sound, off, strict=True) if not _adds_up(v, labels, o)]
-            if not apart:
+            unequal = [v for v, o in zip(sound, off, strict=True) if not _adds_up(v, labels, o)]
+            if not unequal:
                 return None
-            found = found or (apart[0], next(v for v in sound if v is not apart[0]))
+            found = found or (unequal[0], next(v for v in sound if v is not unequal[0]))
         if found is not None:
             return found
     return None
@@ -159,14 +160,14 @@ def _adds_up(values: Values, labels: LabelCounts | None, close: float) -> bool:
 
 
 def _means(values: Values) -> Values:
-    whole, one, other = values
-    return whole[:1], one[:1], other[:1]
+    whole, first, second = values
+    return whole[:1], first[:1], second[:1]
 
 
 def _sums(values: Values) -> Values:
     """Means over labels as sums and counts; a mean over no label is nan, and has no weight."""
-    whole, one, other = ((m * n if n else 0.0, count) for m, n, count in values)
-    return whole, one, other
+    whole, first, second = ((m * n if n else 0.0, count) for m, n, count in values)
+    return whole, first, second
 
 
 def _uneven(values: Values, labels: LabelCounts | None) -> bool:
@@ -180,8 +181,8 @@ def _close(value: float, expected: float, close: float = CLOSE) -> bool:
 
 def _share_of_the_first(values: Values) -> float:
     """The weight of the first half in a weighted mean of the halves that is the whole."""
-    (whole,), (one,), (other,) = values
-    return (whole - other) / (one - other) if one != other else math.nan
+    (whole,), (first,), (second,) = values
+    return (whole - second) / (first - second) if first != second else math.nan
 
 
 _OTHERWISE = (
@@ -195,13 +196,13 @@ _TOGETHER = (
 
 
 def _refusal(
-    values: Values, others: Values, labels: LabelCounts | None, place: str, beside: str
+    values: Values, others: Values, labels: LabelCounts | None, place: str, holes_text: str
 ) -> ModelError:
     """The error that says what the loss does, from its values for two draws of random numbers."""
     uneven = _uneven(values, labels)
     if labels is not None:
         values, others = _means(values), _means(others)
-    whole, one, other = values
+    whole, first, second = values
     shown = [
         f"{value[0]:.4g}" if len(value) == 1 else f"({value[0]:.4g}, {value[1]:.4g})"
         for value in values
@@ -209,7 +210,7 @@ def _refusal(
     if len(whole) == 2:
         what = "sum and count of the whole are not those of the halves added"
         hint = "a mean is returned alone; or autopipe.SumCount(sum over rows, what it counts)"
-    elif _close(whole[0], one[0] + other[0]):
+    elif _close(whole[0], first[0] + second[0]):
         what = "it is a sum over rows"
         hint = f"return a mean, or autopipe.SumCount(total, count); {_OTHERWISE}"
     elif uneven:
@@ -223,15 +224,15 @@ def _refusal(
         hint = _TOGETHER
     return ModelError(
         f"{place + ': ' if place else ''}the loss of {ROWS} rows is {shown[0]}, of their halves "
-        f"{shown[1]} and {shown[2]} (tried on made-up numbers{beside}): {what}, so its value would "
-        "depend on the micro-batches that the batch is cut into",
+        f"{shown[1]} and {shown[2]} (tried on made-up numbers{holes_text}): {what}, so its value "
+        "would depend on the micro-batches that the batch is cut into",
         hint=hint,
     )
 
 
 def _losses(runs: tuple[Ran, Ran, Ran]) -> Values:
-    whole, one, other = runs
-    return whole.outputs, one.outputs, other.outputs
+    whole, first, second = runs
+    return whole.outputs, first.outputs, second.outputs
 
 
 def _tail(flow: Dataflow) -> RowRuns:

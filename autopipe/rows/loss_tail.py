@@ -93,32 +93,32 @@ def tail(flow: Dataflow, results: Sequence[object]) -> frozenset[int]:
     """
     found = _walked(flow, results)
     before = flow.with_all_before(found.last)
-    behind: set[int] = set()
+    tail_nodes: set[int] = set()
     for position in range(len(flow.graph.nodes)):
-        depends = any(p in behind for p in flow.just_before(position))
-        if depends or (position in found.needed and position not in before):
-            if not flow.local[position] and not (
-                not depends and _row_by_row(flow, flow.graph.nodes[position])
-            ):
-                behind.add(position)
-    return frozenset(behind)
+        depends = any(p in tail_nodes for p in flow.just_before(position))
+        in_loss = position in found.needed and position not in before
+        if flow.local[position] or not (depends or in_loss):
+            continue
+        if depends or not _row_by_row(flow, flow.graph.nodes[position]):
+            tail_nodes.add(position)
+    return frozenset(tail_nodes)
 
 
 def _row_by_row(flow: Dataflow, node: Node) -> bool:
     """Whether a node computes each row from that row alone, the rows in the first dim of all."""
-    graph, made = flow.graph, node.outputs[0]
+    graph, output = flow.graph, node.outputs[0]
     op = resolve(node.op)
-    if node.packed or made is None or rows_dim(made) != 0 or is_random(node) or writes(op):
+    if node.packed or output is None or rows_dim(output) != 0 or is_random(node) or writes(op):
         return False
     values = node.values()
     if any(flow.root[v] in flow.writers for v in (*values, Ref(node.name))):
         return False
     specs = [graph.spec(v) for v in values]
     with_rows = [s for s in specs if any(BATCH in symbols(dim) for dim in s.shape)]
-    if any(rows_dim(s) != 0 or s.shape[0] != made.shape[0] for s in with_rows):
+    if any(rows_dim(s) != 0 or s.shape[0] != output.shape[0] for s in with_rows):
         return False
     if torch.Tag.pointwise in getattr(op, "tags", ()):
-        return all(len(s.shape) == len(made.shape) for s in with_rows)
+        return all(len(s.shape) == len(output.shape) for s in with_rows)
     if node.short in OF_DIMS:
         dims = arguments(node).get("dim")
         named = [dims] if isinstance(dims, int) else list(dims or ())

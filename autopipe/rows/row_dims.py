@@ -127,8 +127,8 @@ def _of_parts(flow: Dataflow, node: Node, dim: int) -> int | None:
     """Of tensors that are put together along a dim: all rows of one, then all of the next."""
     parts = [flow.graph.spec(v) for v in values_in(node.args[0])]
     along = arguments(node)["dim"]
-    whole = all(rows_dim(p) == dim and p.shape[dim] == BATCH for p in parts)
-    return len(parts) if whole and along % len(parts[0].shape) == dim else None
+    all_rows = all(rows_dim(p) == dim and p.shape[dim] == BATCH for p in parts)
+    return len(parts) if all_rows and along % len(parts[0].shape) == dim else None
 
 
 def _merged(flow: Dataflow, node: Node, dim: int) -> int | None:

@@ -100,9 +100,9 @@ def _mixing(traced: Trace, example: Callable[[int], Any]) -> Node | None:
         except Exception:  # whatever the ops raise on numbers that the model never has
             continue
         if all(_finite(flow.graph.nodes[p], runs[0]) for p in ends):
-            apart = {p for p in ends if _apart(flow.graph.nodes[p], runs, end=True)}
-            behind = (flow.graph.nodes[p] for p in sorted(flow.with_all_before(apart)))
-            return next((node for node in behind if _apart(node, runs)), None)
+            differing = {p for p in ends if _rows_differ(flow.graph.nodes[p], runs, end=True)}
+            ancestors = (flow.graph.nodes[p] for p in sorted(flow.with_all_before(differing)))
+            return next((node for node in ancestors if _rows_differ(node, runs)), None)
     return None
 
 
@@ -134,11 +134,11 @@ def _fan_in(shape: tuple[int, ...]) -> int:
 
 
 def _finite(node: Node, ran: Ran) -> bool:
-    made = (ran.values.get(Ref(node.name, n)) for n in range(len(node.outputs)))
-    return all(bool(t.isfinite().all()) for t in made if isinstance(t, Tensor))
+    results = (ran.values.get(Ref(node.name, n)) for n in range(len(node.outputs)))
+    return all(bool(t.isfinite().all()) for t in results if isinstance(t, Tensor))
 
 
-def _apart(node: Node, runs: tuple[Ran, Ran, Ran], end: bool = False) -> bool:
+def _rows_differ(node: Node, runs: tuple[Ran, Ran, Ran], end: bool = False) -> bool:
     """Whether a result of a node has other rows in the halves than in the whole.
 
     Args:
@@ -154,11 +154,11 @@ def _apart(node: Node, runs: tuple[Ran, Ran, Ran], end: bool = False) -> bool:
     return False
 
 
-def _adds_up(whole: Tensor, one: Tensor, other: Tensor) -> bool:
+def _adds_up(whole: Tensor, first: Tensor, second: Tensor) -> bool:
     """Whether a value without rows is the sum of the halves', or their mean."""
-    if not whole.shape == one.shape == other.shape:
+    if not whole.shape == first.shape == second.shape:
         return False
-    return not (_off(whole, one + other) and _off(whole, (one + other) / 2))
+    return not (_off(whole, first + second) and _off(whole, (first + second) / 2))
 
 
 def _differ(spec: TensorSpec, whole: Tensor, *halves: Tensor) -> bool:
@@ -175,12 +175,12 @@ def _differ(spec: TensorSpec, whole: Tensor, *halves: Tensor) -> bool:
         return False
 
 
-def _off(one: Tensor, other: Tensor) -> bool:
+def _off(expected: Tensor, found: Tensor) -> bool:
     """Whether two values differ by more than rounding; False too where one is no number."""
-    if one.shape != other.shape:
+    if expected.shape != found.shape:
         return True
-    if torch.equal(one, other) or not one.numel():
+    if torch.equal(expected, found) or not expected.numel():
         return False
-    if not (one.is_floating_point() or one.is_complex()):
+    if not (expected.is_floating_point() or expected.is_complex()):
         return True
-    return bool((one - other).abs().max() > CLOSE * one.abs().max())
+    return bool((expected - found).abs().max() > CLOSE * expected.abs().max())

@@ -117,15 +117,15 @@ class RowRuns:
     def _run(self, rows: int, leaves: Leaves, draw: Draw, outputs: bool) -> Ran:
         known: dict[Value, Any] = {}
 
-        def first(value: Input | State) -> Any:
+        def read(value: Input | State) -> Any:
             if isinstance(value, Input):
-                return _own(leaves[value.path])
+                return _copied(leaves[value.path])
             constant = self.graph.constants.get(value.name)
-            return draw(value, self.graph.spec(value)) if constant is None else _own(constant)
+            return draw(value, self.graph.spec(value)) if constant is None else _copied(constant)
 
         def value(arg: Arg) -> Any:
             if isinstance(arg, Input | State) and arg not in known:
-                known[arg] = first(arg)
+                known[arg] = read(arg)
             if isinstance(arg, Value):
                 return known[arg]
             if isinstance(arg, tuple):
@@ -146,8 +146,8 @@ class RowRuns:
                 args[2] = False  # (input, p, train)
             if node.op == REGION_OP:
                 args[-1] = self.graph.regions[str(args[-1])].key
-            made = resolve(node.op)(*args, **{key: value(a) for key, a in node.kwargs.items()})
-            results = made if node.packed else (made,)
+            result = resolve(node.op)(*args, **{key: value(a) for key, a in node.kwargs.items()})
+            results = result if node.packed else (result,)
             if node.op == REGION_OP:
                 results = map(_own, results)  # it computes in the dtypes that it has recorded
             known.update(zip(refs, results, strict=True))
@@ -169,7 +169,7 @@ def _drawn(
     return torch.full(shape, dtype == torch.bool, dtype=dtype)
 
 
-def _own(leaf: Any) -> Any:
+def _copied(leaf: Any) -> Any:
     """A copy of a tensor, since it may be written in place; floats become float64."""
     if not isinstance(leaf, Tensor):
         return leaf
