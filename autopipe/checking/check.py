@@ -62,7 +62,7 @@ MISTAKE = 2
 Spawn = Callable[[int, Sequence[str]], int]
 """Runs `autopipe` with some arguments in a number of processes; returns the first nonzero code."""
 
-Made = Callable[[Smaller, Degrees, str | None], Plan]
+MakePlan = Callable[[Smaller, Degrees, str | None], Plan]
 """Plans a model made smaller for a smaller mesh, in a precision; None: in the one asked for."""
 
 
@@ -81,20 +81,20 @@ def check_plan(
     Raises:
         AutopipeError: the model file or the plan cannot be checked; says why.
     """
-    file, wanted, own = model_file.load(source), Degrees.of(plan), precision or plan.precision
+    file, wanted, default = model_file.load(source), Degrees.of(plan), precision or plan.precision
 
-    def made(smaller: Smaller, few: Degrees, other: str | None) -> Plan:
-        asked, words = other or own, words_of(plan)
+    def make_plan(smaller: Smaller, few: Degrees, instead: str | None) -> Plan:
+        chosen, words = instead or default, words_of(plan)
         same = smaller == Smaller() and (few.pp, few.tp) == (wanted.pp, wanted.tp)
-        if same and asked == plan.precision:
+        if same and chosen == plan.precision:
             return same_cuts(plan, few)
-        words |= {} if asked == plan.precision else _in(asked)
+        words |= {} if chosen == plan.precision else _in(chosen)
         return planned(shrunk(file, smaller), few, _of_length(words, smaller), say)
 
     few = fewer_ranks(wanted, written=bool(plan.programs))
     # A GPU's compiler makes other code of a graph than a CPU's, which needs one of C++ besides.
     backend = "eager" if plan.cluster.has_gpus else "inductor"
-    check = CheckRun(source, file, made, say, start, precision is None, backend)
+    check = CheckRun(source, file, make_plan, say, start, precision is None, backend)
     return check.of(wanted, few)
 
 
@@ -114,11 +114,11 @@ def check_model(
     file = model_file.load(source)
     words = {"loss_over": file.loss_over, "lengths": file.lengths, **words}
 
-    def made(smaller: Smaller, few: Degrees, other: str | None) -> Plan:
-        asked = _of_length(words, smaller) | (_in(other) if other else {})
+    def make_plan(smaller: Smaller, few: Degrees, instead: str | None) -> Plan:
+        asked = _of_length(words, smaller) | (_in(instead) if instead else {})
         return planned(shrunk(file, smaller), few, asked, say)
 
-    check = CheckRun(source, file, made, say, start, closer="precision" not in words)
+    check = CheckRun(source, file, make_plan, say, start, closer="precision" not in words)
     return check.of(degrees, fewer_ranks(degrees))
 
 
@@ -143,7 +143,7 @@ class CheckRun:
 
     source: str
     file: ModelFile
-    made: Made
+    make_plan: MakePlan
     say: Say
     start: Spawn | None
     closer: bool
@@ -159,12 +159,12 @@ class CheckRun:
         with keeping_default_dtype():
             first = sized(self.file, wanted, few, self.as_asked, self.say)
             try:
-                return self.looked_at(first)
+                return self.settled(first)
             except Unrepeatable:
                 self.say("dropout is off: its random numbers are none that one process could draw")
             calm = "dropout is off: one process cannot draw the numbers that ranks draw"
             try:
-                return self.looked_at(self.changed(first, calm=True), calm)
+                return self.settled(self.changed(first, calm=True), calm)
             except Unrepeatable:
                 raise ModelError(
                     "the model draws random numbers, other than dropout's, that cannot be drawn "
@@ -175,9 +175,9 @@ class CheckRun:
 
     def as_asked(self, smaller: Smaller, few: Degrees) -> Plan:
         """A plan in the precision asked for."""
-        return self.made(smaller, few, None)
+        return self.make_plan(smaller, few, None)
 
-    def looked_at(self, case: Sized, *notes: str) -> Comparison:
+    def settled(self, case: Sized, *notes: str) -> Comparison:
         """Compare, and compare again if the result is not certain: in fp64 if rounding may decide,
         in fp32 if rounding to 16 bits may hide a difference.
 
@@ -185,28 +185,28 @@ class CheckRun:
             Unrepeatable: the model draws random numbers that cannot be compared.
         """
         found = self.compared(case, *notes)
-        told = found.sentence.partition("\n")[0]
+        first_line = found.sentence.partition("\n")[0]
         if may_be_rounding(found):
-            self.say(f"{told}: once more in fp64, as rounding may decide")
+            self.say(f"{first_line}: once more in fp64, as rounding may decide")
             return second_look(found, lambda: self.compared(self.in_double(case), *notes))
         if self.closer and may_be_hidden(found):
-            self.say(f"{told}: once more in fp32, to look closer")
-            return closer_look(found, lambda: self.looked_at(self.in_fp32(case), *notes))
+            self.say(f"{first_line}: once more in fp32, to look closer")
+            return closer_look(found, lambda: self.settled(self.in_fp32(case), *notes))
         return found
 
     def compared(self, case: Sized, *notes: str) -> Comparison:
         """One comparison."""
         graphs = [_GRAPHS] if case.plan.compiled and self.backend == "eager" else []
-        told = (*nearness(case.plan), *graphs, *notes)
+        all_notes = (*nearness(case.plan), *graphs, *notes)
         path = Path(self.source)  # the ranks may start in another folder
         source = str(path.resolve()) if path.is_file() else self.source
         job = CheckJob(source, case.smaller, self.backend)
-        return _compare(job, case, told, self.say, self.start)
+        return _compare(job, case, all_notes, self.say, self.start)
 
     def changed(self, case: Sized, **how: bool) -> Sized:
         """A case with one more change of its model, planned again."""
         other = replace(case.smaller, **how)
-        plan = self.made(other, case.degrees, case.precision)
+        plan = self.make_plan(other, case.degrees, case.precision)
         return replace(case, smaller=other, file=shrunk(self.file, other), plan=plan)
 
     def in_double(self, case: Sized) -> Sized:
@@ -216,7 +216,7 @@ class CheckRun:
 
     def in_fp32(self, case: Sized) -> Sized:
         """A case in fp32, planned under the same words."""
-        plan = self.made(case.smaller, case.degrees, "fp32")
+        plan = self.make_plan(case.smaller, case.degrees, "fp32")
         return replace(case, plan=plan, precision="fp32")
 
 

@@ -85,14 +85,14 @@ def orders_kept(plan: Plan) -> bool:
     for stage in plan.stages:
         for name in (*stage.parameters, *(t.name for t in stage.receives if t.gradient)):
             readers[name] = readers.get(name, 0) + 1
-    apart = all(count == 1 for count in readers.values())
+    one_reader = all(count == 1 for count in readers.values())
     if plan.loss_over == BATCH and plan.mesh.dp * plan.batch.micro_batches > 1:
         return False
     if any(region.why == COMPILED or region.carrying for region in plan.regions):
         return False
     rewritten = plan.compiled or plan.loss_parts or plan.fused_attention
-    one = plan.mesh.tp == 1 and plan.mesh.dp <= 2 and not rewritten
-    return one and apart and not plan.scatters
+    single = plan.mesh.tp == 1 and plan.mesh.dp <= 2 and not rewritten
+    return single and one_reader and not plan.scatters
 
 
 def compared(
@@ -117,7 +117,7 @@ def compared(
     layout, rows = RankLayout.of(plan, unsplit.frozen), list[TensorRow]()
     for number, batch in enumerate(batches):
         found = {place: ranks[place.rank][number] for place in plan.mesh.places}
-        one = _OneStep(layout, number + 1, found, exact)
+        step = _StepOfRanks(layout, number + 1, found, exact)
         first = next(iter(found.values()))
         noise: dict[str, float] = {}
         if wide is not None:
@@ -126,23 +126,23 @@ def compared(
         if wide is not None:
             noise = _noise(expected.gradients, wide.step(batch, 1.0).gradients)
         noise = {**dict.fromkeys((*unsplit.sparse, *unsplit.averaged), FP32), **noise}
-        before = one.before(expected, noise)
+        before = step.before(expected, noise)
         if wide is not None and any(row.wrong for row in before):
             for seed in range(NUDGES):
-                more = _noise(unsplit.nudged(batch, first.scale, seed), expected.gradients)
-                noise |= {name: max(share, noise.get(name, 0.0)) for name, share in more.items()}
-            before = one.before(expected, noise)
+                nudged = _noise(unsplit.nudged(batch, first.scale, seed), expected.gradients)
+                noise |= {name: max(share, noise.get(name, 0.0)) for name, share in nudged.items()}
+            before = step.before(expected, noise)
         rows += before
         norm = first.norm if first.norm is not None else torch.tensor(0.0)
         most = CLIP * float(norm)
         gradients = {
-            name: one.whole(name, like, "gradients") for name, like in expected.gradients.items()
+            name: step.whole(name, like, "gradients") for name, like in expected.gradients.items()
         }
         unsplit.update(gradients, torch.clamp(most / (norm + 1e-6), max=1.0))
-        rows.append(one.parameters(unsplit.model))
+        rows.append(step.parameters(unsplit.model))
         with torch.no_grad():
             for name, parameter in unsplit.model.named_parameters():
-                parameter.copy_(one.whole(name, parameter, "parameters"))
+                parameter.copy_(step.whole(name, parameter, "parameters"))
     return rows
 
 
@@ -159,8 +159,8 @@ def _noise(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[
 def rounding(plan: Plan) -> float:
     """The allowed difference of a sum in another order, as a share of the largest entry."""
     dtype = copy_dtype(plan.precision)
-    own = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    low = [d for d, name in own.items() if d == dtype or name in plan.products]
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    low = [d for d, name in names.items() if d == dtype or name in plan.products]
     return max((TOLERANCE[d] for d in low), default=FP32)
 
 
@@ -177,7 +177,7 @@ def nearness(plan: Plan) -> tuple[str, ...]:
     return (*found, f"or to twice what rounding to {plan.precision} moves them in plain PyTorch")
 
 
-class _OneStep:
+class _StepOfRanks:
     """One step of all ranks, to be compared."""
 
     def __init__(
@@ -200,20 +200,20 @@ class _OneStep:
             norms.append(("norm", found.norm, expected.norm, 0.0))
             for name in found.parameters:
                 whole = expected.gradients.get(name)
-                mine = None if whole is None else self.layout.trained(name, whole, place)
+                expected_part = None if whole is None else self.layout.trained(name, whole, place)
                 scale = max(FLOOR * largest, 0.0 if whole is None else _largest(whole))
-                gradients.append((name, found.gradients.get(name), mine, scale))
-            own = expected.buffers[place.dp]
+                gradients.append((name, found.gradients.get(name), expected_part, scale))
+            of_replica = expected.buffers[place.dp]
             for name, buffer in found.buffers.items():
-                if name in own:
-                    mine = self.layout.shard(name, own[name], place)
-                    buffers.append((name, buffer, mine, _largest(own[name])))
+                if name in of_replica:
+                    expected_part = self.layout.shard(name, of_replica[name], place)
+                    buffers.append((name, buffer, expected_part, _largest(of_replica[name])))
         gradients += [(n, None, g, 0.0) for n, g in expected.gradients.items() if self._nowhere(n)]
         off = 0.0 if self.exact else self.rounding
         # A mean of micro-batches is rounded in the dtype of the loss, before and after replicas;
-        # ranks without the last stage are told it in fp32, that of an fp64 model too.
-        told = {expected.loss.dtype, *(found.loss.dtype for found in self.found.values())}
-        mean = 4 * max(torch.finfo(dtype).eps for dtype in told)
+        # ranks without the last stage get it in fp32, that of an fp64 model too.
+        dtypes = {expected.loss.dtype, *(found.loss.dtype for found in self.found.values())}
+        mean = 4 * max(torch.finfo(dtype).eps for dtype in dtypes)
         tensors = (expected.loss, *expected.gradients.values())
         self.unit = max(torch.finfo(tensor.dtype).eps for tensor in tensors)
         norm = max(SQUARES, self.rounding, self.unit)
@@ -231,8 +231,8 @@ class _OneStep:
             for name, tensor in found.parameters.items():
                 if name:
                     whole = model.get_parameter(name).detach().to(tensor.dtype)
-                    mine = self.layout.trained(name, whole, place)
-                    pairs.append((name, tensor, mine, _largest(whole)))
+                    expected_part = self.layout.trained(name, whole, place)
+                    pairs.append((name, tensor, expected_part, _largest(whole)))
         return self._row("parameters", pairs, max(1e-6, self.unit))
 
     def whole(self, name: str, like: Tensor, of: str) -> Tensor:
@@ -255,7 +255,7 @@ class _OneStep:
         noise: Mapping[str, float] | None = None,
     ) -> TensorRow:
         most = {name: TWICE * share for name, share in (noise or {}).items()}
-        shares = [(off(mine, part, scale), name) for name, mine, part, scale in pairs]
+        shares = [(off(found, expected, scale), name) for name, found, expected, scale in pairs]
         furthest = max(shares, key=lambda share: share[0], default=(0.0, ""))
         wrong = dict.fromkeys(
             name for share, name in shares if share > max(allowed, most.get(name, 0.0))

@@ -66,13 +66,16 @@ class Comparison:
         if self.failure:
             return f"differs: {self.failure}"
         if self.right:
-            equal, of = sum(row.equal for row in self.rows), sum(row.tensors for row in self.rows)
-            rest = "" if equal == of else f", the other {of - equal:,} to rounding"
-            return f"the same: {equal:,} of {of:,} tensors are equal bit by bit{rest}"
+            equal, total = (
+                sum(row.equal for row in self.rows),
+                sum(row.tensors for row in self.rows),
+            )
+            rest = "" if equal == total else f", the other {total - equal:,} to rounding"
+            return f"the same: {equal:,} of {total:,} tensors are equal bit by bit{rest}"
         row = next(row for row in self.rows if row.wrong)
-        more = f", and {len(row.wrong) - 1:,} more" if len(row.wrong) > 1 else ""
+        others = f", and {len(row.wrong) - 1:,} more" if len(row.wrong) > 1 else ""
         where = f"differs: {row.what} of step {row.step}"
-        where += f", {row.furthest!r} by {share(row.off)} of its largest entry{more}"
+        where += f", {row.furthest!r} by {share(row.off)} of its largest entry{others}"
         if self.first is not None:
             place = f" ({self.first.place})" if self.first.place else ""
             where += (

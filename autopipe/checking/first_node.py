@@ -83,19 +83,19 @@ def first_node(
 
 
 def _reader(graph: Graph, state: str) -> Node:
-    wanted = State(state)
-    found = (node for node in graph.nodes if wanted in node.values())
+    read = State(state)
+    found = (node for node in graph.nodes if read in node.values())
     return next(found, graph.nodes[0])
 
 
 def _readers(graph: Graph, state: str) -> int:
-    wanted = State(state)
-    return sum(wanted in node.values() for node in graph.nodes)
+    read = State(state)
+    return sum(read in node.values() for node in graph.nodes)
 
 
 def _last(graph: Graph, state: str) -> Node:
-    wanted = State(state)
-    found = (node for node in reversed(graph.nodes) if wanted in node.values())
+    read = State(state)
+    found = (node for node in reversed(graph.nodes) if read in node.values())
     return next(found, graph.nodes[-1])
 
 
@@ -112,7 +112,7 @@ def _in_forward(traced: Trace, plan: Plan, file: ModelFile, batch: Any) -> tuple
     rows = plan.batch.microbatch_rows(plan.mesh.dp)
     part = batches.slice_rows(plan.inputs, batches.flatten(batch), 0, rows)
     eager = _eager(plan, file, part, batch, random_nodes(traced))
-    made = _by_nodes(traced, plan, file, part, rows)
+    results = _by_nodes(traced, plan, file, part, rows)
     calls: dict[str, list[int]] = defaultdict(list)
     for position, node in enumerate(graph.nodes):
         for scope in node.scopes:
@@ -121,14 +121,14 @@ def _in_forward(traced: Trace, plan: Plan, file: ModelFile, batch: Any) -> tuple
     for path, tensors in eager.modules:
         inside = calls.get(path, [])
         values = [
-            value for position in inside for value in made.get(graph.nodes[position].name, ())
+            value for position in inside for value in results.get(graph.nodes[position].name, ())
         ]
         if inside and any(all(off(v, t) > CLOSE for v in values) for t in tensors):
             between = graph.nodes[agreed + 1 : inside[-1] + 1]
-            other = [node for node in between if eager.lacks(made.get(node.name, ()))]
-            if other:
+            unlike = [node for node in between if eager.lacks(results.get(node.name, ()))]
+            if unlike:
                 why = f"its result is another one; {path!r} is the first module that differs"
-                return other[0], why
+                return unlike[0], why
             return graph.nodes[inside[-1]], f"what follows it in {path!r} is lost"
         agreed = max([agreed, *inside])
     second = plan.stages[min(1, len(plan.stages) - 1)]
@@ -146,13 +146,13 @@ class _Eager(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.modules: list[tuple[str, list[Tensor]]] = []
-        self._made: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        self._results: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         self._counts: dict[str, int] = defaultdict(int)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
-            self._made[tuple(tensor.shape)].append(tensor.detach().clone())
+            self._results[tuple(tensor.shape)].append(tensor.detach().clone())
         return result
 
     def watch(self, path: str, module: nn.Module) -> Any:
@@ -169,7 +169,7 @@ class _Eager(TorchFunctionMode):
     def lacks(self, values: Sequence[Tensor]) -> bool:
         """Whether one of these float tensors equals none of the model's."""
         return any(
-            all(off(value, made) > CLOSE for made in self._made.get(tuple(value.shape), ()))
+            all(off(value, known) > CLOSE for known in self._results.get(tuple(value.shape), ()))
             for value in values
             if value.is_floating_point()
         )

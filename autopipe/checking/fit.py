@@ -70,7 +70,7 @@ class Degrees:
         chunks = len(plan.stages) // mesh.pp
         return cls(mesh.pp, mesh.dp, mesh.tp, chunks, m, plan.batch.microbatch_rows(mesh.dp))
 
-    def told(self, other: Degrees) -> list[str]:
+    def changes_from(self, other: Degrees) -> list[str]:
         """The degrees that are smaller than in `other`: `dp 256 -> 2`."""
         words = {"micro_batches": "micro-batches", "rows": "rows of a micro-batch"}
         return [

@@ -56,8 +56,10 @@ class RankLayout:
 
     def shard(self, name: str, whole: Tensor, place: Place) -> Tensor:
         """A tensor-parallel rank's part of a parameter or buffer."""
-        lies = self.sharding.states.get(name, I)
-        return own_part(whole, lies, self.plan.mesh.tp, place.tp) if lies.sharded else whole
+        placement = self.sharding.states.get(name, I)
+        return (
+            own_part(whole, placement, self.plan.mesh.tp, place.tp) if placement.sharded else whole
+        )
 
     def trained(self, name: str, whole: Tensor, place: Place) -> Tensor:
         """The part of a parameter, or of its gradient, that a rank's optimizer has."""

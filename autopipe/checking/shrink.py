@@ -106,15 +106,15 @@ def _look(module: nn.Module) -> Hashable:
 
 def _fill(model: nn.Module) -> None:
     """Give values to parameters without memory: the modules' own, or small random numbers."""
-    made: dict[int, nn.Parameter] = {}
+    filled: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         fakes = {n: p for n, p in module.named_parameters(recurse=False) if is_fake(p)}
         if not fakes:
             continue
         for name, fake in fakes.items():
-            if id(fake) not in made:
-                made[id(fake)] = _random(fake, f"{path}.{name}")
-            setattr(module, name, made[id(fake)])
+            if id(fake) not in filled:
+                filled[id(fake)] = _random(fake, f"{path}.{name}")
+            setattr(module, name, filled[id(fake)])
         reset = initialiser(model, path)
         if reset is not None:
             with torch.random.fork_rng(devices=[]):
@@ -158,8 +158,8 @@ def shorter(batch: Any, length: int) -> Any:
 
 def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     leaves = batches.flatten(batch)
-    made = {p: change(leaf) if isinstance(leaf, Tensor) else leaf for p, leaf in leaves.items()}
-    return batches.rebuild(batch, made)
+    changed = {p: change(leaf) if isinstance(leaf, Tensor) else leaf for p, leaf in leaves.items()}
+    return batches.rebuild(batch, changed)
 
 
 def tokens(leaves: dict[str, batches.Leaf]) -> int:

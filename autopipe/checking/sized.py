@@ -37,7 +37,7 @@ class Sized:
     @property
     def reduced(self) -> tuple[str, ...]:
         """What was made smaller, one phrase each."""
-        found = self.degrees.told(self.wanted)
+        found = self.degrees.changes_from(self.wanted)
         if self.smaller.layers:
             found.append(f"at most {self.smaller.layers} of each row of equal layers")
         if self.smaller.length:
@@ -51,7 +51,7 @@ def sized(
     file: ModelFile,
     wanted: Degrees,
     few: Degrees,
-    made: Callable[[Smaller, Degrees], Plan],
+    make_plan: Callable[[Smaller, Degrees], Plan],
     say: Say,
 ) -> Sized:
     """The model and its plan, as small as they have to be, and no smaller.
@@ -63,7 +63,7 @@ def sized(
     length = tokens(batches.flatten(file.inputs(2)))
     for smaller, degrees in smaller_models(partial(skeleton, file), few, length):
         try:
-            plan = made(smaller, degrees)
+            plan = make_plan(smaller, degrees)
         except ModelError as refused:
             if smaller == Smaller():
                 raise

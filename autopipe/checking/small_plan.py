@@ -67,8 +67,8 @@ def in_double(plan: Plan, other: Plan) -> Plan:
 
     stages = [replace(s, receives=wide(s.receives), sends=wide(s.sends)) for s in plan.stages]
     model = ("fingerprint", "trail", "inputs", "reads", "products", "regions")
-    own = {name: getattr(other, name) for name in model}
-    return signed(replace(plan, stages=tuple(stages), **own))
+    of_model = {name: getattr(other, name) for name in model}
+    return signed(replace(plan, stages=tuple(stages), **of_model))
 
 
 def words_of(plan: Plan) -> dict[str, Any]:
@@ -106,11 +106,11 @@ def _recomputed(plan: Plan) -> list[str]:
     too, runs again whole and all others by op.
     """
     again = repeated(plan, plan.stages)
-    whole = {path for own in again if not own.ops for path in own.blocks}
-    single = {path: own.ops for own in again for path in own.blocks if own.ops}
+    whole_blocks = {path for group in again if not group.ops for path in group.blocks}
+    single = {path: group.ops for group in again for path in group.blocks if group.ops}
     found: dict[str, None] = {}
     for kind in plan.blocks:
-        if whole & {*kind.members}:
+        if whole_blocks & {*kind.members}:
             found[kind.members[1] if single.keys() & {*kind.members} else kind.name] = None
     first = {member: kind.name for kind in plan.blocks for member in kind.members}
     for path, ops in single.items():
@@ -122,7 +122,7 @@ def _offloaded(plan: Plan) -> list[str]:
     """The offloaded blocks, by names that a smaller model has too: classes or, if other blocks of
     the class run again, its second member, which then does not."""
     away, again = {*offloaded(plan)}, repeated(plan, plan.stages)
-    running = {path for own in again for path in own.blocks}
+    running = {path for group in again for path in group.blocks}
     return [
         kind.members[1] if running & {*kind.members} else kind.name
         for kind in plan.blocks
@@ -136,8 +136,8 @@ def planned(file: ModelFile, degrees: Degrees, words: dict[str, Any], say: Say) 
     Raises:
         AutopipeError: as `make_plan.plan`.
     """
-    taken = words.get("turns")
-    if isinstance(taken, tuple) and sum(taken) != degrees.pp:
+    turns = words.get("turns")
+    if isinstance(turns, tuple) and sum(turns) != degrees.pp:
         words = words | {"turns": (1, degrees.pp - 1) if degrees.pp > 2 else "off"}
     return make_plan.plan(
         file.model,

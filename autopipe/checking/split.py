@@ -50,12 +50,12 @@ def run_rank(folder: Path) -> None:
     Raises:
         AutopipeError: as `parallelize`, or as `Pipe.step`.
     """
-    about, plan, batches = subject.read(folder)
+    job, plan, batches = subject.read(folder)
     torch.set_num_threads(1)  # sums keep their order
-    file = shrunk(model_file.load(about.source), about.smaller)
+    file = shrunk(model_file.load(job.source), job.smaller)
     random.seed(subject.SEED)
     torch.manual_seed(subject.SEED)
-    with compiled_by(about.backend):
+    with compiled_by(job.backend):
         pipe = parallelize(file.model, plan, loss=file.loss, seed=subject.SEED)
         optimizer = optimizer_for(pipe, file)
         found = [_step(pipe, optimizer, batch) for batch in batches]
@@ -78,8 +78,8 @@ def _step(pipe: Pipe, optimizer: torch.optim.Optimizer, batch: Any) -> RankStep:
 
 def _kept(tensor: Tensor) -> Tensor:
     """A copy of a tensor on the CPU; for a DTensor, of this rank's rows."""
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.detach().to("cpu", copy=True)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().to("cpu", copy=True)
 
 
 def read(folder: Path, ranks: int) -> list[list[RankStep]]:

@@ -83,4 +83,4 @@ def read(folder: Path) -> tuple[CheckJob, Plan, list[Any]]:
     subject = codec.load(CheckJob, folder / "subject.json", root="subject")
     plan = Plan.load(folder / "plan.json")
     leaves = torch.load(folder / "batches.pt", weights_only=False)
-    return subject, plan, [of_specs(plan.inputs, one) for one in leaves]
+    return subject, plan, [of_specs(plan.inputs, tensors) for tensors in leaves]

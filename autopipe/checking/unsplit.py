@@ -97,8 +97,10 @@ class Unsplit:
         self._weights = LabelWeights(labels, labels)
         self._nodes: RandomNodes | None = None
         self.frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
-        self._beside = _beside(self.model, file)
-        self._of_replicas = [self._now()] * plan.mesh.dp  # never written: a replica gets copies
+        self._kept_tensors = _kept_tensors(self.model, file)
+        self._of_replicas = [
+            self._snapshot()
+        ] * plan.mesh.dp  # never written: a replica gets copies
         self._steps = 0
         self._before = self._of_replicas
         self.sparse: set[str] = set()
@@ -155,24 +157,24 @@ class Unsplit:
             every = Microbatches(plan, leaves, 0, rows, dp * count, sharded=True)
             weights = self._weights.of(every)
             for replica in range(dp):
-                self._put(self._of_replicas[replica])
-                own: dict[str, Tensor] = {}
+                self._restore(self._of_replicas[replica])
+                of_replica: dict[str, Tensor] = {}
                 for k in range(replica * count, (replica + 1) * count):
                     part = batches.slice_rows(plan.inputs, leaves, k * rows, (k + 1) * rows)
                     results.append(self._micro_batch(program, part, k, weights.loss(k) * scale))
-                    _add(own, self._taken())
-                self._of_replicas[replica] = self._now()
-                _add(total, own)
-        return self._ended(total, results, weights, scale)
+                    _add(of_replica, self._take_gradients())
+                self._of_replicas[replica] = self._snapshot()
+                _add(total, of_replica)
+        return self._finish(total, results, weights, scale)
 
-    def _now(self) -> dict[str, Tensor]:
+    def _snapshot(self) -> dict[str, Tensor]:
         """Copies of the tensors that forward may write."""
-        return _cloned({**buffers_of(self.model), **self.frozen, **self._beside})
+        return _cloned({**buffers_of(self.model), **self.frozen, **self._kept_tensors})
 
     @torch.no_grad()
-    def _put(self, states: Mapping[str, Tensor]) -> None:
+    def _restore(self, states: Mapping[str, Tensor]) -> None:
         """Put such copies back into the model."""
-        kept = {**self.frozen, **self._beside}
+        kept = {**self.frozen, **self._kept_tensors}
         put(self.model, _cloned({n: s for n, s in states.items() if n not in kept}))
         for name, tensor in kept.items():
             if not torch.equal(tensor, states[name]):  # one that is expanded cannot be written
@@ -181,8 +183,10 @@ class Unsplit:
     @torch.no_grad()
     def follow(self, other: Unsplit) -> None:
         """Take the parameters and buffers of another `Unsplit` of the same model."""
-        for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
-            mine.copy_(theirs)
+        for parameter, source in zip(
+            self.model.parameters(), other.model.parameters(), strict=True
+        ):
+            parameter.copy_(source)
         self._of_replicas = [dict(buffers) for buffers in other._of_replicas]
 
     def nudged(self, batch: Any, scale: float, seed: int) -> dict[str, Tensor]:
@@ -225,14 +229,14 @@ class Unsplit:
         """Forward and backward of micro-batch `k` of all replicas'; its loss, or sum and count."""
         plan = self._plan
         tensors = [part[spec.path].clone() for spec in plan.inputs if spec.dtype != "python"]
-        before = self._now()
+        before = self._snapshot()
         try:
             found = self._forward(program, tensors, k)
         except Unmatched:
             if self._nodes is not None:
                 raise
             self._nodes = self._ask()
-            self._put(before)
+            self._restore(before)
             found = self._forward(program, tensors, k)
         results = found if isinstance(found, tuple) else (found,)
         loss = results[0]
@@ -258,7 +262,7 @@ class Unsplit:
             raise Unmatched
         return found
 
-    def _taken(self) -> dict[str, Tensor]:
+    def _take_gradients(self) -> dict[str, Tensor]:
         """The gradients of the micro-batch that has just ended, in the dtype of their sums."""
         found, kept = {}, self._kept
         for name, parameter in self.model.named_parameters():
@@ -274,7 +278,7 @@ class Unsplit:
                 parameter.grad = None
         return found
 
-    def _ended(
+    def _finish(
         self,
         total: dict[str, Tensor],
         results: Sequence[tuple[Tensor, ...]],
@@ -284,8 +288,8 @@ class Unsplit:
         self._steps += 1
         counted = len(results[0]) > 1
         # Of no labels a mean is nan, and weighs nothing.
-        of = ((weights.loss(k), result[0].double()) for k, result in enumerate(results))
-        weighed = [loss * weight if weight else torch.zeros_like(loss) for weight, loss in of]
+        pairs = ((weights.loss(k), result[0].double()) for k, result in enumerate(results))
+        weighed = [loss * weight if weight else torch.zeros_like(loss) for weight, loss in pairs]
         counts = [float(r[1]) if counted else weights.count(k) for k, r in enumerate(results)]
         divisor = weights.divisor(sum(counts))
         factor = self._share(results[0]) / divisor if divisor else 0.0
@@ -318,19 +322,19 @@ def check_statistics(plan: Plan, graph: Graph) -> None:
             )
 
 
-def _beside(model: nn.Module, file: ModelFile) -> dict[str, Tensor]:
+def _kept_tensors(model: nn.Module, file: ModelFile) -> dict[str, Tensor]:
     """Tensors in plain attributes of model and loss, in an order that does not change."""
     known = {id(buffer) for buffer in model.buffers()}
     found = tensors_of(holders_of(model, *([] if file.loss is None else [file.loss])))
-    return {f"beside {n}": own for n, own in enumerate(found) if id(own) not in known}
+    return {f"beside {n}": tensor for n, tensor in enumerate(found) if id(tensor) not in known}
 
 
-def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
-    for name, tensor in more.items():
+def _add(total: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
+    for name, tensor in terms.items():
         total[name] = total[name] + tensor if name in total else tensor
 
 
 def _cloned(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of tensors; a buffer with two names has one copy."""
-    made = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
-    return {name: made[id(buffer)] for name, buffer in buffers.items()}
+    copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
+    return {name: copies[id(buffer)] for name, buffer in buffers.items()}

@@ -39,7 +39,7 @@ def test_a_written_schedule_stays() -> None:
 
 
 def test_what_is_less_is_told() -> None:
-    assert degrees(2, 2, 1).told(degrees(2, 256, 1, 32)) == [
+    assert degrees(2, 2, 1).changes_from(degrees(2, 256, 1, 32)) == [
         "dp 256 -> 2",
         "micro-batches 32 -> 4",
     ]
