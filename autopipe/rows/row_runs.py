@@ -149,7 +149,7 @@ class RowRuns:
             result = resolve(node.op)(*args, **{key: value(a) for key, a in node.kwargs.items()})
             results = result if node.packed else (result,)
             if node.op == REGION_OP:
-                results = map(_own, results)  # it computes in the dtypes that it has recorded
+                results = map(_copied, results)  # it computes in the dtypes that it has recorded
             known.update(zip(refs, results, strict=True))
         ends = self.graph.outputs if outputs else ()
         return Ran(known, tuple(float(value(output)) for output in ends))
