@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from autopipe.errors import AutopipeError
-from autopipe.frontend.contract import CONTRACT, template
 from autopipe.terminal.commands import command
 from autopipe.terminal.console import say
+from autopipe.terminal.contract import CONTRACT, template
 from autopipe.terminal.paths import check_folder
 from autopipe.util import atomic_file
 

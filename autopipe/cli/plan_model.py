@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from autopipe.errors import AutopipeError
-from autopipe.frontend.contract import CONTRACT
 from autopipe.planfile.contents import Plan
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, ModelArgument, command
 from autopipe.terminal.console import say
+from autopipe.terminal.contract import CONTRACT
 from autopipe.terminal.paths import check_folder, relative
 from autopipe.util import numbers
 from autopipe.util.gc_pause import until_exit

@@ -1,13 +1,14 @@
-"""Make an optimizer from a name or a function; measure its state, and how it couples parameters."""
+"""Make an optimizer from a name or a function, of a model's parameters or of a rank's."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import user_lines
@@ -17,36 +18,30 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 Named = tuple[str, nn.Parameter]
 
-ELEMENT, TENSOR, MODEL, NOISE = "element", "tensor", "model", "noise"
-"""What an optimizer changes by its gradient alone: each element (AdamW), each parameter as a whole
-(Muon, Adafactor, LAMB), or all parameters together (Prodigy); or nothing, for it draws random
-numbers (Langevin dynamics)."""
 
-SIZE = 64
-"""Rows and columns of the parameters that optimizers are measured on."""
+@dataclass(frozen=True)
+class ByName:
+    """A user's optimizer function of named parameters, as one of parameters: it numbers them."""
 
-SCALES = ((1.0, 1.0, 1.0), (4.0, 0.25, 0.1), (0.25, 4.0, 10.0))
-"""Of each step how many times as large gradients are in the first half of a parameter's rows, in
-that of its columns, and in the other parameter. Adam's change is the same whatever one factor all
-gradients have: it must not be the same in each step, or a norm that they are clipped by is not
-seen. At the first step, a momentum has no past that differs."""
+    by_name: Callable[[Iterable[Named]], torch.optim.Optimizer]
 
-APART = 0.02
-"""Two changes differ from this share of the largest on: beyond rounding, and below what it makes to
-take half a matrix for one (6 % and more of torch's Muon and Adafactor)."""
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of these parameters, whose names are unknown."""
+        return self.by_name((f"{n}.weight", p) for n, p in enumerate(parameters))
+
 
 CUSTOM = "custom"
 """The name that a plan records for an optimizer given as a function."""
 
 
 def optimizer_named(optimizer: str | MakeOptimizer) -> MakeOptimizer:
-    """Find the optimizer class of this name in torch.optim; a function is returned unchanged.
+    """The optimizer class of this name in torch.optim; or a function, of parameters or with names.
 
     Raises:
         AutopipeError: torch.optim has no optimizer of this name.
     """
     if callable(optimizer):
-        return optimizer
+        return without_names(optimizer) if takes_names(optimizer) else optimizer
     names = {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
@@ -60,33 +55,8 @@ def optimizer_named(optimizer: str | MakeOptimizer) -> MakeOptimizer:
     return lambda parameters: kind(parameters)  # type: ignore[call-arg]
 
 
-def stepped_apart(make: MakeOptimizer) -> str:
-    """The smallest unit that an optimizer steps independently of all others.
-
-    Two parameters are stepped together, and then one of them alone: whole, or in halves of its rows
-    or columns, as ranks have it under ZeRO and tensor parallelism. Equal changes mean independence.
-
-    Returns:
-        `ELEMENT`, `TENSOR`, `MODEL` or `NOISE`.
-
-    Raises:
-        AutopipeError: the optimizer cannot step them.
-    """
-    try:
-        with torch.random.fork_rng(devices=[]), seeding.at(seeding.places()):
-            return _stepped_apart(make)
-    except AutopipeError:
-        raise
-    except Exception as error:  # whatever the user's function raises
-        place = user_lines.of_error(error)
-        raise AutopipeError(
-            f"{place + ': ' if place else ''}optimizer: steps of two parameters of {SIZE} x {SIZE},"
-            f" by dense gradients, end in {type(error).__name__}: {error}",
-            hint=_way_to_step(error),
-        ) from error
-
-
-def _way_to_step(error: Exception) -> str:
+def way_to_step(error: Exception) -> str:
+    """A hint for an optimizer whose step ends in an error."""
     hint = "a run calls optimizer.step(), on each rank for its own parameters"
     if "dense" not in str(error):
         return hint
@@ -117,70 +87,8 @@ def update(optimizer: torch.optim.Optimizer, seed: int) -> None:
             raise ModelError(
                 f"{place + ': ' if place else ''}optimizer.step() ended in {type(error).__name__}: "
                 f"{error}",
-                hint=_way_to_step(error),
+                hint=way_to_step(error),
             ) from error
-
-
-def _stepped_apart(make: MakeOptimizer) -> str:
-    draw = torch.Generator().manual_seed(0)
-    steps = len(SCALES)
-    value, other, *drawn = (torch.randn(SIZE, SIZE, generator=draw) for _ in range(2 + 2 * steps))
-    gradients, others = drawn[:steps], drawn[steps:]
-    for gradient, of_other, (rows, columns, scale) in zip(gradients, others, SCALES, strict=True):
-        gradient[: SIZE // 2] *= rows
-        gradient[:, : SIZE // 2] *= columns
-        of_other *= scale
-    changed = _change(make, value, gradients, other, others)
-    if _differ(_change(make, value, gradients, other, others), changed):
-        return NOISE
-    if _differ(_change(make, value, gradients, other), changed):
-        return MODEL
-    for dim in (0, 1):
-        halves = (
-            _change(make, value.chunk(2, dim)[n], [g.chunk(2, dim)[n] for g in gradients], other)
-            for n in (0, 1)
-        )
-        if _differ(torch.cat([*halves], dim), changed):
-            return TENSOR
-    return ELEMENT
-
-
-def _change(
-    make: MakeOptimizer,
-    value: Tensor,
-    gradients: Sequence[Tensor],
-    other: Tensor,
-    others: Sequence[Tensor | None] = (None,) * len(SCALES),
-) -> Tensor:
-    """The change that steps make in a parameter, beside another one with or without gradients."""
-    parameter, second = nn.Parameter(value.clone()), nn.Parameter(other.clone())
-    optimizer = make([parameter, second])
-    for gradient, of_other in zip(gradients, others, strict=True):
-        # Copies: a step may clip gradients where they are.
-        parameter.grad = gradient.clone()
-        second.grad = None if of_other is None else of_other.clone()
-        optimizer.step()
-    return parameter.detach() - value
-
-
-def _differ(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).abs().max() > APART * expected.abs().max())
-
-
-def optimizer_factor(make: MakeOptimizer) -> float:
-    """Bytes of optimizer state per byte of parameter, measured by one step on a small parameter."""
-    parameter = nn.Parameter(torch.zeros(SIZE, SIZE))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = make([parameter])
-    optimizer.step()
-    held = sum(
-        tensor.numel() * tensor.element_size()
-        for state in optimizer.state.values()
-        for tensor in state.values()
-        # A step counter does not grow with the parameter.
-        if isinstance(tensor, Tensor) and tensor.numel() > 1
-    )
-    return held / (parameter.numel() * parameter.element_size())
 
 
 def refuse_others(
@@ -251,9 +159,9 @@ def takes_names(optimizer: Any) -> bool:
     return next(iter(parameters), None) == "named_parameters"
 
 
-def without_names(optimizer: Callable[[Iterable[Named]], torch.optim.Optimizer]) -> MakeOptimizer:
-    """The optimizer as a function of unnamed parameters, used to measure its bytes of state."""
-    return lambda parameters: optimizer((f"{n}.weight", p) for n, p in enumerate(parameters))
+def without_names(optimizer: Callable[[Any], torch.optim.Optimizer]) -> ByName:
+    """The optimizer as a function of unnamed parameters, which are given numbers for names."""
+    return ByName(optimizer)
 
 
 def check_norm(found: Any, what: str) -> float:

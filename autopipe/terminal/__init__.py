@@ -10,5 +10,6 @@ Only `cli` uses it, and any of its files.
     console    what is said, and whether: --quiet, --debug
     bars       progress
     paths      the files that are read, the folders that are written to
+    contract   what a model file has, for help and for `init`
     usage      typer's usage errors, as sentences with a hint
 """

@@ -20,7 +20,7 @@ from torch import nn
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.tp_groups import tp_groups
 from autopipe.frontend import batch
-from autopipe.frontend.optimizer import optimizer_factor
+from autopipe.frontend.measured_optimizer import optimizer_factor
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.cut_points import find_units
 from autopipe.ir.dataflow import analyse

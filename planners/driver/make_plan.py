@@ -22,7 +22,8 @@ from autopipe.errors import AutopipeError, ModelError, RowsFixed
 from autopipe.frontend import batch
 from autopipe.frontend.least_rows import least_rows
 from autopipe.frontend.loss import Loss
-from autopipe.frontend.optimizer import MakeOptimizer, optimizer_factor, optimizer_named
+from autopipe.frontend.measured_optimizer import measured_on, optimizer_factor
+from autopipe.frontend.optimizer import MakeOptimizer
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse, gradient_values
 from autopipe.ir.graph import Graph, Ref
@@ -100,7 +101,7 @@ def plan(
             for `model(**batch)`. What `forward` does not take is the loss's.
         loss: `loss(outputs, batch)`, a scalar tensor or `SumCount`; default: a scalar output, an
             output's `.loss`, or the first of a tuple.
-        optimizer: the name of one in torch.optim, or a function from parameters to one.
+        optimizer: a name in torch.optim, or a function of parameters or of `named_parameters`.
         precision: "fp32"; "bf16" or "fp16": parameters and activations are of 16 bits, with fp32
             master weights, gradients and optimizer state; "bf16-autocast" or "fp16-autocast": only
             the matrix products that torch.autocast chooses. None: on GPUs that all have it, for a
@@ -183,9 +184,10 @@ def plan(
         turns=ranks_of_stages,
         micro_batch_size=micro_batch_size,
     )
-    constraints = as_optimizer_allows(constraints, optimizer, say)
     with watch("traced"):
         skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
+    like = measured_on(skeleton.named_parameters())
+    constraints = as_optimizer_allows(constraints, optimizer, say, like)
     usual = (
         precisions.usual_precisions(devices, skeleton, say) if precision is None else [precision]
     )
@@ -234,7 +236,7 @@ def _planned(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Stopwat
         needed |= need(traced.with_fused_attention.graph, request.precision)
     devices = arguments.measured(request.cluster, needed, say)
     with left_alone(request.optimizer):
-        factor = optimizer_factor(optimizer_named(request.optimizer))
+        factor = optimizer_factor(request.optimizer, traced.graph)
     best = best_loss(Job(request, traced, devices, factor), watch, say)
     if traced.mixing and best.mesh.dp * best.batch.micro_batches > 1:
         say(traced.mixing)

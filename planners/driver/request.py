@@ -20,15 +20,8 @@ from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, PlanError
 from autopipe.frontend.least_rows import ONE, Least
 from autopipe.frontend.loss import Loss
-from autopipe.frontend.optimizer import (
-    ELEMENT,
-    MODEL,
-    NOISE,
-    TENSOR,
-    MakeOptimizer,
-    optimizer_named,
-    stepped_apart,
-)
+from autopipe.frontend.measured_optimizer import ELEMENT, MODEL, NOISE, TENSOR, Like, stepped_apart
+from autopipe.frontend.optimizer import ByName, MakeOptimizer, optimizer_named
 from autopipe.ir.blocks import Block, classes, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import Graph, bytes_at
@@ -259,7 +252,7 @@ class Job:
 
 
 def as_optimizer_allows(
-    constraints: Constraints, optimizer: str | MakeOptimizer, say: Say
+    constraints: Constraints, optimizer: str | MakeOptimizer, say: Say, like: Like | None = None
 ) -> Constraints:
     """The constraints under which an optimizer changes parameters as it does in one process.
 
@@ -268,7 +261,8 @@ def as_optimizer_allows(
             this name; or it cannot step.
     """
     with left_alone(optimizer):
-        granularity = stepped_apart(optimizer_named(optimizer))
+        like = like if callable(optimizer) else None
+        granularity = stepped_apart(optimizer_named(optimizer), like)
     if granularity == ELEMENT:
         return constraints
     effect = _DOES[granularity]
@@ -292,7 +286,8 @@ def as_optimizer_allows(
 @contextmanager
 def left_alone(optimizer: str | MakeOptimizer) -> Iterator[None]:
     """Restore afterwards what a user's optimizer keeps: a hook may count the steps of planning."""
-    with restoring(optimizer) if callable(optimizer) else nullcontext():
+    made_by = optimizer.by_name if isinstance(optimizer, ByName) else optimizer
+    with restoring(made_by) if callable(made_by) else nullcontext():
         yield
 
 

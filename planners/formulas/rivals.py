@@ -10,8 +10,9 @@ from autopipe.cluster.cluster import Link
 from autopipe.cluster.collective_time import Topology
 from autopipe.errors import AutopipeError, InfeasibleError
 from autopipe.frontend.least_rows import least_rows
+from autopipe.frontend.measured_optimizer import optimizer_factor
 from autopipe.frontend.model_file import ModelFile
-from autopipe.frontend.optimizer import CUSTOM, optimizer_factor, optimizer_named
+from autopipe.frontend.optimizer import CUSTOM
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.planfile.contents import Plan
@@ -93,7 +94,7 @@ def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> reques
         trace.graph,
         offload=(),  # which no sheet tells of
     )
-    factor = optimizer_factor(optimizer_named(made_by))
+    factor = optimizer_factor(made_by, trace.graph)
     model = with_parts(
         model.with_fused_attention if plan.fused_attention else model, plan.loss_parts
     )

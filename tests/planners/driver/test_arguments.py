@@ -10,16 +10,16 @@ from torch import nn
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.spec import LocalSpec, parse
 from autopipe.errors import AutopipeError
-from autopipe.frontend.optimizer import (
+from autopipe.frontend.measured_optimizer import (
     ELEMENT,
     MODEL,
     NOISE,
     TENSOR,
-    MakeOptimizer,
+    measured_on,
     optimizer_factor,
     stepped_apart,
-    without_names,
 )
+from autopipe.frontend.optimizer import MakeOptimizer, without_names
 from autopipe.planners.driver.arguments import limits_of
 from autopipe.planners.driver.request import PlanRequest, as_optimizer_allows, micro_batch_rows
 from autopipe.planners.model.problem import Constraints
@@ -189,6 +189,70 @@ def test_what_an_optimizer_changes_apart(make: MakeOptimizer, expected: str) -> 
     assert stepped_apart(make) == expected
 
 
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 8, 3)
+        self.blocks = nn.ModuleList(nn.Linear(300, 300) for _ in range(12))
+        self.head = nn.Linear(300, 1000)
+
+
+class Partly(torch.optim.Optimizer):
+    """`Lamb` of those parameters that `chosen` says, gradient descent of the others."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], chosen: Callable[[nn.Parameter, int], bool]
+    ) -> None:
+        super().__init__(parameters, {"steps": 0})
+        self.chosen = chosen
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                whole = self.chosen(p, group["steps"])
+                p -= 1e-3 * p.grad * (p.norm() / p.grad.norm() if whole else 1)
+
+
+def by_block(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """LAMB for the matrices of blocks."""
+    of = {id(p): "blocks" in name and p.ndim == 2 for name, p in named}
+    return Partly([p for _, p in named], lambda p, _: of[id(p)])
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (without_names(by_block), TENSOR),
+        (lambda every: Partly(every, lambda p, _: p.ndim == 4), TENSOR),
+        (lambda every: Partly(every, lambda p, _: p.ndim == 1), TENSOR),
+        (lambda every: Partly(every, lambda _, steps: steps > 20), TENSOR),
+        (lambda every: Partly(every, lambda p, _: p.grad.norm() < 1), TENSOR),
+        (lambda every: Partly(every, lambda p, _: p.grad.norm() > 1000), TENSOR),
+        (lambda every: Partly(every, lambda *_: False), ELEMENT),
+    ],
+)
+def test_an_optimizer_that_changes_some_as_a_whole(make: MakeOptimizer, expected: str) -> None:
+    """Bug: all were AdamW's on two matrices without names, for three steps of large gradients."""
+    assert stepped_apart(make, measured_on(Blocks().named_parameters())) == expected
+
+
+def test_what_a_model_s_optimizer_is_measured_on() -> None:
+    """The first and the last of parameters that are alike, with at most 64 x 64 elements."""
+    found = measured_on(Blocks().named_parameters())
+    assert {name: list(tensor.shape) for name, tensor in found.items()} == {
+        "enter.weight": [8, 3, 3, 3],
+        "enter.bias": [8],
+        "blocks.0.weight": [37, 75],
+        "blocks.0.bias": [300],
+        "blocks.11.weight": [37, 75],
+        "blocks.11.bias": [300],
+        "head.weight": [62, 37],
+        "head.bias": [1000],
+    }
+
+
 def test_an_optimizer_gets_no_parts_of_what_it_changes_as_a_whole() -> None:
     """ZeRO's shards of a matrix and a tensor-parallel rank's part are no matrix to Muon."""
     said: list[str] = []
@@ -254,7 +318,7 @@ def test_an_optimizer_that_cannot_step() -> None:
     with pytest.raises(AutopipeError) as refused:
         as_optimizer_allows(Constraints(), "lbfgs", print)
     assert str(refused.value) == (
-        "optimizer: steps of two parameters of 64 x 64, by dense gradients, end in TypeError: "
+        "optimizer: steps of 2 small parameters, by dense gradients, end in TypeError: "
         "LBFGS.step() missing 1 required positional argument: 'closure'\n"
         "hint: a run calls optimizer.step(), on each rank for its own parameters"
     )
