@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopipe.errors import ModelError
 from autopipe.frontend.model_file import ModelFile
-from autopipe.frontend.optimizer import refuse_others, update
+from autopipe.frontend.optimizer import refuse_other_schedules, refuse_others, update
 from autopipe.ir.graph import shape_at
 from autopipe.planfile import turns
 from autopipe.planfile.contents import Plan
@@ -59,7 +59,8 @@ def optimizer_for(pipe: Pipe, file: ModelFile) -> torch.optim.Optimizer:
     """The file's optimizer for this rank's parameters.
 
     Raises:
-        ModelError: its settings for a parameter differ from those for the whole model's parameters.
+        ModelError: its settings for a parameter differ from those for the whole model's parameters,
+            or will by the file's scheduler.
     """
     make = partial(file.make_optimizer, default=pipe.plan.optimizer)
     # torch's optimizers refuse an empty list: a rank without parameters has one of no elements.
@@ -68,6 +69,8 @@ def optimizer_for(pipe: Pipe, file: ModelFile) -> torch.optim.Optimizer:
     if file.optimizer is not None or file.by_name is not None:
         whole = {n: (shape_at(spec, 1), spec.dtype) for n, spec in pipe.trained_anywhere().items()}
         refuse_others(make, whole, optimizer, named)
+        if file.scheduler is not None:
+            refuse_other_schedules(make, file.scheduler, whole, named)
     return optimizer
 
 

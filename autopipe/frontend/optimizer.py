@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import user_lines
@@ -17,6 +19,8 @@ from autopipe.util import seeding
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 Named = tuple[str, nn.Parameter]
+
+Whole = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,9 @@ class ByName:
         """The optimizer of these parameters, whose names are unknown."""
         return self.by_name((f"{n}.weight", p) for n, p in enumerate(parameters))
 
+
+SCHEDULED = 1000
+"""Steps for which schedules of groups at other places are compared."""
 
 CUSTOM = "custom"
 """The name that a plan records for an optimizer given as a function."""
@@ -93,7 +100,7 @@ def update(optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 def refuse_others(
     make: Callable[[Iterable[Named]], torch.optim.Optimizer],
-    whole: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    whole: Whole,
     optimizer: torch.optim.Optimizer,
     named: Iterable[Named],
 ) -> None:
@@ -110,10 +117,7 @@ def refuse_others(
     Raises:
         ModelError: names the first such parameter and both settings.
     """
-    everyone = [
-        (name, nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta")))
-        for name, (shape, dtype) in whole.items()
-    ]
+    everyone = _without_memory(whole)
     try:
         among_all = _settings(make(everyone), everyone)
     except Exception:  # it reads values, or knows no device without them
@@ -129,6 +133,78 @@ def refuse_others(
                 hint="find parameters by their names, def optimizer(named_parameters): ..., not by "
                 "their places",
             )
+
+
+def refuse_other_schedules(
+    make: Callable[[Iterable[Named]], torch.optim.Optimizer],
+    schedule: Callable[[torch.optim.Optimizer], Any],
+    whole: Whole,
+    named: Iterable[Named],
+) -> None:
+    """Refuse a schedule under which a rank's parameter gets other settings than in one process.
+
+        LambdaLR(optimizer, [body, head])      a rank that has the head alone has it first
+
+    Optimizers of all parameters and of the rank's are made without memory, and both are scheduled
+    for a while, if a parameter's group is at another place in one than in the other.
+
+    Args:
+        make: the user's function.
+        schedule: the user's function from an optimizer to its scheduler.
+        whole: shape and dtype of all trained parameters of the model, by name and in order.
+        named: this rank's parameters.
+
+    Raises:
+        ModelError: names the first such parameter and both settings.
+    """
+    everyone, names = _without_memory(whole), {name for name, _ in named}
+    own = [(name, parameter) for name, parameter in everyone if name in names]
+    try:
+        optimizers = make(everyone), make(own)
+        in_whole, in_own = (_groups(one, own) for one in optimizers)
+        if all(in_own.get(name) == place for name, place in in_whole.items()):
+            return
+        schedulers = [schedule(one) for one in optimizers]
+    except Exception:  # it reads values, or knows no device without them
+        return
+    places = {(in_whole[n], in_own[n]): n for n in reversed(in_own) if n in in_whole}
+    for step in range(SCHEDULED):
+        for (there, here), name in places.items():
+            expected, found = (
+                {
+                    key: str(value)
+                    for key, value in one.param_groups[n].items()
+                    if key not in _MEMBERS
+                }
+                for one, n in zip(optimizers, (there, here), strict=True)
+            )
+            if found != expected:
+                raise ModelError(
+                    f"scheduler(optimizer) gives {name!r} {_unlike(expected, found)} after {step} "
+                    f"steps among all of the model's groups, and {_unlike(found, expected)} among "
+                    "those of this rank, where its group has another place",
+                    hint="make the same groups on each rank, empty ones too, {'params': []}; or "
+                    "schedule a group by a key of its own, not by its place",
+                )
+        try:
+            with warnings.catch_warnings(action="ignore"):  # no step of these optimizers is made
+                for one in schedulers:
+                    one.step(*(0.0,) * isinstance(one, ReduceLROnPlateau))
+        except Exception:  # OneCycleLR's after its last step
+            return
+
+
+def _groups(optimizer: torch.optim.Optimizer, named: Iterable[Named]) -> dict[str, int]:
+    """The place of each parameter's group in an optimizer."""
+    of = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return {name: of[id(parameter)] for name, parameter in named if id(parameter) in of}
+
+
+def _without_memory(whole: Whole) -> list[Named]:
+    return [
+        (name, nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta")))
+        for name, (shape, dtype) in whole.items()
+    ]
 
 
 def _settings(

@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from autopipe.errors import ModelError
-from autopipe.frontend.optimizer import Named, refuse_others, update
+from autopipe.frontend.optimizer import (
+    Named,
+    refuse_other_schedules,
+    refuse_others,
+    update,
+)
 
 WHOLE = {
     name: (shape, torch.float32) for name, shape in {"a": (3, 4), "b": (4,), "c": (2,)}.items()
@@ -78,6 +84,48 @@ def test_parameters_from_elsewhere() -> None:
 def test_a_rank_without_parameters() -> None:
     named = [("", nn.Parameter(torch.empty(0)))]
     refuse_others(first_is_slow, WHOLE, first_is_slow(named), named)
+
+
+def in_order(named: Iterable[Named]) -> torch.optim.Optimizer:
+    """A group for each parameter."""
+    return torch.optim.SGD([{"params": [p]} for _, p in named], lr=0.1)
+
+
+def in_all_groups(named: Iterable[Named]) -> torch.optim.Optimizer:
+    """Groups that are made even where they are empty."""
+    groups = ([p for name, p in named if name == each] for each in WHOLE)
+    return torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+
+
+def by_place(optimizer: torch.optim.Optimizer) -> Any:
+    """The first group begins after 50 steps."""
+    later = [lambda step: float(step >= 50), *[lambda _: 1.0] * (len(optimizer.param_groups) - 1)]
+    return LambdaLR(optimizer, later)
+
+
+def alike(optimizer: torch.optim.Optimizer) -> Any:
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def ends(optimizer: torch.optim.Optimizer) -> Any:
+    """One that raises after its last step."""
+    return OneCycleLR(optimizer, 0.1, total_steps=4)
+
+
+def test_schedules_by_the_places_of_groups() -> None:
+    """Bug: the first group of each rank got the rates of the model's first one."""
+    refuse_other_schedules(in_order, by_place, WHOLE, of_rank("a", "b"))
+    refuse_other_schedules(in_order, alike, WHOLE, of_rank("b", "c"))
+    refuse_other_schedules(in_order, ReduceLROnPlateau, WHOLE, of_rank("b", "c"))
+    refuse_other_schedules(in_order, ends, WHOLE, of_rank("b", "c"))
+    refuse_other_schedules(in_all_groups, by_place, WHOLE, of_rank("b", "c"))
+    with pytest.raises(ModelError) as refused:
+        refuse_other_schedules(in_order, by_place, WHOLE, of_rank("b", "c"))
+    assert refused.value.message == (
+        "scheduler(optimizer) gives 'b' lr=0.1 after 0 steps among all of the model's groups, and "
+        "lr=0.0 among those of this rank, where its group has another place"
+    )
+    assert "empty ones too" in str(refused.value.hint)
 
 
 class Noisy(torch.optim.SGD):
