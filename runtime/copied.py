@@ -10,7 +10,7 @@ PyTorch trains. It would not change a copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -33,14 +33,14 @@ class _Weight:
 
 
 @dataclass(frozen=True)
-class _Sight:
+class Sight:
     """What a place has: which tensor, how often that was written, and some of its elements."""
 
     tensor: Tensor | None
     written: int = 0
     some: Tensor | None = None
 
-    def same(self, before: _Sight) -> bool:
+    def same(self, before: Sight) -> bool:
         """Whether it is the tensor that it was, with the elements that it had."""
         if self.tensor is not before.tensor or self.tensor is None:
             return self.tensor is before.tensor
@@ -49,6 +49,10 @@ class _Sight:
         if not torch.equal(self.some.view(torch.uint8), before.some.view(torch.uint8)):
             return False
         return self.written == before.written or self.some.numel() == self.tensor.numel()
+
+    def unwritten_since(self, before: Sight) -> bool:
+        """Whether it is also true that nothing has written it, even what was there."""
+        return self.same(before) and self.written == before.written
 
 
 class Copied:
@@ -63,7 +67,7 @@ class Copied:
         self._places = [
             _Weight(model, name, held[name] is not tensor)
             for model in models
-            for name, tensor in _states(model).items()
+            for name, tensor in values_of(model).items()
             if name in held
         ]
         self._looks = self._now()
@@ -75,25 +79,30 @@ class Copied:
         pairs = zip(self._places, before, self._looks, strict=True)
         return next((place.name for place, old, new in pairs if not new.same(old)), None)
 
-    def _now(self) -> list[_Sight]:
-        states = {model: _states(model) for model in {place.model for place in self._places}}
+    def _now(self) -> list[Sight]:
+        states = {model: values_of(model) for model in {place.model for place in self._places}}
         return [_look(states[place.model].get(place.name), place) for place in self._places]
 
 
-def _states(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that have values."""
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    """A module's parameters and buffers that have values."""
     named = chain(model.named_parameters(), model.named_buffers())
     return {name: one for name, one in named if not (is_fake(one) or one.is_meta)}
 
 
-def _look(tensor: Tensor | None, place: _Weight) -> _Sight:
+def _look(tensor: Tensor | None, place: _Weight) -> Sight:
     """Another trace writes buffers and restores them: these count by their elements alone."""
     trained = isinstance(tensor, nn.Parameter)
     # Whether a buffer was replaced by another tensor is looked at by `Between`.
     if tensor is None or not (place.copied or trained):
-        return _Sight(None)
+        return Sight(None)
     if not place.copied:
-        return _Sight(tensor)
+        return Sight(tensor)
+    sight = look_at(tensor)
+    return sight if trained else replace(sight, written=0)
+
+
+def look_at(tensor: Tensor) -> Sight:
+    """The tensor, the number of writes to it, and some of its elements."""
     flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // LOOKED_AT)].clone()
-    return _Sight(tensor, version(tensor) if trained else 0, some)
+    return Sight(tensor, version(tensor), flat[:: max(1, flat.numel() // LOOKED_AT)].clone())

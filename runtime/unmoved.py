@@ -21,6 +21,7 @@ from autopipe.ir.fingerprint import fingerprint, first_difference
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.between import Between, MovedValue
 from autopipe.runtime.copied import Copied
+from autopipe.runtime.moved_frozen import MovedFrozen
 from autopipe.runtime.start import TracedModel
 from autopipe.tracing.source import Source, bare, trace_as_planned
 from autopipe.util import seeding
@@ -48,6 +49,8 @@ class Unmoved:
         self._moves: Counter[str] = Counter()
         self._between = Between(self._looked_at, *([loss] if loss is not None else []))
         self._copied = Copied(self._between.models, held)
+        parts = plan.mesh.pp > 1 or plan.mesh.tp > 1 or bool(plan.zero)
+        self._frozen = MovedFrozen(self._between.models, parts=parts)
 
     @contextmanager
     def step(self, resumed: bool) -> Iterator[None]:
@@ -58,8 +61,9 @@ class Unmoved:
                 tensors that forward writes.
 
         Raises:
-            ModelError: a value that the graph contains has changed, a buffer was replaced, or a
-                weight was written of which this rank trains a copy; names it.
+            ModelError: a value that the graph contains has changed, a buffer was replaced, a weight
+                was written of which this rank trains a copy, or a frozen one; or a parameter is
+                trained that was frozen; names it.
         """
         if resumed:
             self._note()
@@ -67,6 +71,7 @@ class Unmoved:
             raise _of_buffer(moved)
         if (name := self._copied.written()) is not None:
             raise _of_copy(name)
+        self._frozen.check()
         for moved in self._between.moved():
             self._moves[moved.name] += 1
             if self._moves[moved.name].bit_count() == 1:  # its 1st, 2nd, 4th ... time: a count that
@@ -79,6 +84,7 @@ class Unmoved:
         self._between.moved()
         self._between.moved_buffers()
         self._copied.written()
+        self._frozen.note()
 
     def _check(self, moved: MovedValue) -> None:
         first = self._again(moved.model)
