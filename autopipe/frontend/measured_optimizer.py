@@ -13,10 +13,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import AutopipeError
 from autopipe.frontend import user_lines
@@ -30,6 +34,31 @@ ELEMENT, TENSOR, MODEL, NOISE = "element", "tensor", "model", "noise"
 """What an optimizer changes by its gradient alone: each element (AdamW), each parameter as a whole
 (Muon, Adafactor, LAMB), or all parameters together (Prodigy); or nothing, for it draws random
 numbers (Langevin dynamics)."""
+
+ELSEWHERE, JOINED = "elsewhere", "joined"
+"""It has, or its hooks read, parameters that it was not given, of a model in a global: each for
+itself (a clamp), or several together (a mean teacher's)."""
+
+_BY_ELEMENTS = "changes each element by its own gradient, as AdamW and SGD do"
+WORDS = {
+    TENSOR: ("changes each parameter as a whole", _BY_ELEMENTS),
+    MODEL: (
+        "changes all parameters together",
+        f"{_BY_ELEMENTS}; max_grad_norm = 1.0 in the model file clips by the norm of all ranks' "
+        "gradients",
+    ),
+    NOISE: ("draws random numbers", _BY_ELEMENTS),
+    ELSEWHERE: (
+        "has or reads parameters that it was not given",
+        "reads those alone that it is given",
+    ),
+    JOINED: (
+        "computes with several parameters that it was not given, or its hooks do",
+        "reads those alone that it is given; a mean teacher can be moved in forward, under "
+        "torch.no_grad()",
+    ),
+}
+"""What such an optimizer does, and what another one would do, for a sentence and its hint."""
 
 SIZE = 64
 """Rows and columns of the largest parameter that an optimizer is measured on."""
@@ -63,17 +92,23 @@ def stepped_apart(make: MakeOptimizer, like: Like | None = None) -> str:
             dims and sizes. None: two matrices.
 
     Returns:
-        `ELEMENT`, `TENSOR`, `MODEL` or `NOISE`.
+        `ELEMENT`, or a key of `WORDS`.
 
     Raises:
         AutopipeError: the optimizer cannot step them.
     """
     like = like or {f"{n}.weight": _EXAMPLE for n in range(2)}
     try:
-        with torch.random.fork_rng(devices=[]), seeding.at(seeding.places()):
-            return _stepped_apart(make, like)
+        with (
+            torch.random.fork_rng(devices=[]),
+            seeding.at(seeding.places()),
+            closing(_Elsewhere()) as elsewhere,
+        ):
+            return _stepped_apart(make, like, elsewhere)
     except AutopipeError:
         raise
+    except _JoinedElsewhere:
+        return JOINED
     except Exception as error:  # whatever the user's function raises
         place = user_lines.of_error(error)
         raise AutopipeError(
@@ -120,30 +155,32 @@ def _small(shape: Sequence[int]) -> list[int]:
     return found
 
 
-def _stepped_apart(make: MakeOptimizer, like: Like) -> str:
+def _stepped_apart(make: MakeOptimizer, like: Like, elsewhere: _Elsewhere) -> str:
     draw = torch.Generator().manual_seed(0)
     values = {n: torch.randn(t.shape, dtype=t.dtype, generator=draw) for n, t in like.items()}
     gradients = [
         {n: _drawn(value, scales, draw) for n, value in values.items()} for scales in SCALES
     ]
+    _changes(make, values, gradients, elsewhere)
+    change = partial(_changes, make, elsewhere=elsewhere if elsewhere.read else None)
     for steps in (len(SCALES), LATE):
         many = [gradients[step % len(gradients)] for step in range(steps)]
-        changed = _changes(make, values, many)
-        if _differ(_changes(make, values, many), changed):
+        changed = change(values, many)
+        if _differ(change(values, many), changed):
             return NOISE
         late = steps == LATE  # a part of each kind is enough: all have been tried before
         bits = range(1 if late else len(values).bit_length())  # any two differ in one of them
         for bit, side in product(bits, (0, 1)):
             some = {name for n, name in enumerate(values) if n >> bit & 1 == side}
             alone = [{n: g * (n in some) for n, g in step.items()} for step in many]
-            if _differ(_changes(make, values, alone), changed, some):
+            if _differ(change(values, alone), changed, some):
                 return MODEL
         dims = range(max(value.ndim for value in values.values()))
         for dim, half in product(dims, (0,) if late else (0, 1)):
             own, apart = ([_half(step, dim, half) for step in each] for each in (many, changed))
-            if _differ(_changes(make, _half(values, dim, half), own), apart):
+            if _differ(change(_half(values, dim, half), own), apart):
                 return TENSOR
-    return ELEMENT
+    return ELSEWHERE if elsewhere.read else ELEMENT
 
 
 def _drawn(value: Tensor, scales: tuple[float, float, float], draw: torch.Generator) -> Tensor:
@@ -163,17 +200,87 @@ def _half(tensors: Like, dim: int, half: int) -> dict[str, Tensor]:
     }
 
 
-def _changes(make: MakeOptimizer, values: Like, gradients: Sequence[Like]) -> list[Like]:
+def _changes(
+    make: MakeOptimizer,
+    values: Like,
+    gradients: Sequence[Like],
+    elsewhere: _Elsewhere | None = None,
+) -> list[Like]:
     """The change that each step makes in parameters of these values."""
     named, optimizer = _made(make, values)
+    if elsewhere is not None:
+        elsewhere.begin(named.values(), optimizer)
     changes: list[Like] = []
     for step in gradients:
         before = {name: parameter.detach().clone() for name, parameter in named.items()}
         for name, parameter in named.items():  # a copy: a step may clip gradients where they are
             parameter.grad = step[name].contiguous().clone()
-        optimizer.step()
+        with nullcontext() if elsewhere is None else elsewhere:
+            optimizer.step()
         changes.append({name: p.detach() - before[name] for name, p in named.items()})
     return changes
+
+
+class _JoinedElsewhere(Exception):
+    """A step computes with two parameters together, at least one of which it was not given."""
+
+
+class _Elsewhere(TorchFunctionMode):
+    """Watches what a step reads: parameters that were not given to its optimizer.
+
+    Such parameters have copies of their values until it is closed: planning changes no weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def close(self) -> None:
+        """Put back the values of parameters that steps have read."""
+        for parameter, value in self._values.values():
+            parameter.data = value
+
+    def begin(self, given: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer of these parameters is stepped from now on."""
+        self._own, self._optimizer = {id(parameter) for parameter in given}, optimizer
+        groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self.read = any(id(parameter) not in self._own for parameter in groups)
+        self._made: dict[int, tuple[Tensor, set[int]]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call it, and remember which parameters from elsewhere its result is made of."""
+        tensors = list(_tensors((args, kwargs)))
+        of = {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
+        of |= {one for t in tensors if id(t) in self._made for one in self._made[id(t)][1]}
+        if not of <= self._own:  # copies that it keeps (Lookahead's) are its own
+            self._own |= {id(tensor) for tensor in _tensors(self._optimizer)}
+        if of <= self._own:
+            return func(*args, **(kwargs or {}))
+        self.read = True
+        if len(of) > 1:
+            raise _JoinedElsewhere
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in self._values:
+                self._values[id(tensor)] = tensor, tensor.data
+                tensor.data = tensor.data.clone()
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._made[id(tensor)] = tensor, of
+        return result
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _tensors(vars(value))
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
 
 
 def _differ(

@@ -122,9 +122,16 @@ def refuse_others(
         among_all = _settings(make(everyone), everyone)
     except Exception:  # it reads values, or knows no device without them
         return
+    settings = _settings(optimizer, named)
     if not any(among_all.values()):  # it takes the parameters from elsewhere
+        if among_all and any(settings) and not any(settings.values()):
+            raise ModelError(
+                "optimizer(parameters) takes parameters from elsewhere, and has none of those that "
+                "this rank trains: a part of the model's, or in another dtype",
+                hint="make it of what it is given",
+            )
         return
-    for name, on_rank in _settings(optimizer, named).items():
+    for name, on_rank in settings.items():
         expected = among_all.get(name, on_rank)
         if on_rank != expected:
             raise ModelError(

@@ -18,9 +18,9 @@ from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.spec import LocalSpec
 from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, PlanError
+from autopipe.frontend import measured_optimizer as measured
 from autopipe.frontend.least_rows import ONE, Least
 from autopipe.frontend.loss import Loss
-from autopipe.frontend.measured_optimizer import ELEMENT, MODEL, NOISE, TENSOR, Like, stepped_apart
 from autopipe.frontend.optimizer import ByName, MakeOptimizer, optimizer_named
 from autopipe.ir.blocks import Block, classes, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
@@ -252,7 +252,10 @@ class Job:
 
 
 def as_optimizer_allows(
-    constraints: Constraints, optimizer: str | MakeOptimizer, say: Say, like: Like | None = None
+    constraints: Constraints,
+    optimizer: str | MakeOptimizer,
+    say: Say,
+    like: measured.Like | None = None,
 ) -> Constraints:
     """The constraints under which an optimizer changes parameters as it does in one process.
 
@@ -261,26 +264,26 @@ def as_optimizer_allows(
             this name; or it cannot step.
     """
     with left_alone(optimizer):
-        like = like if callable(optimizer) else None
-        granularity = stepped_apart(optimizer_named(optimizer), like)
-    if granularity == ELEMENT:
+        granularity = measured.stepped_apart(
+            optimizer_named(optimizer), like if callable(optimizer) else None
+        )
+    if granularity == measured.ELEMENT:
         return constraints
-    effect = _DOES[granularity]
-    clipped = "; max_grad_norm = 1.0 in the model file clips by the norm of all ranks' gradients"
-    names = ("zero", "tp", "pp")[: 2 if granularity == TENSOR else 3]
+    effect, instead = measured.WORDS[granularity]
+    alone = granularity in (measured.TENSOR, measured.ELSEWHERE)
+    names = ("zero", "tp", "pp")[: 2 if alone else 3]
     for name in names:
         wish, unsplit = getattr(constraints, name), int(name != "zero")
         if wish not in (None, unsplit):
             raise AutopipeError(
                 f"{name}={wish} was asked for, and the optimizer {effect}: of the part "
                 "that a rank would have it makes something else",
-                hint=f"{name}={unsplit}, or an optimizer that changes each element by its own "
-                "gradient, as AdamW and SGD do" + clipped * (granularity == MODEL),
+                hint=f"{name}={unsplit}, or an optimizer that {instead}",
             )
-    without = "ZeRO or tensor parallelism" + " or pipelines" * (granularity != TENSOR)
+    without = "ZeRO or tensor parallelism" + " or pipelines" * (not alone)
     say(f"optimizer: it {effect}, and no rank gets a part of that: without {without}")
     allowed = replace(constraints, zero=0, tp=1)
-    return allowed if granularity == TENSOR else replace(allowed, pp=1)
+    return allowed if alone else replace(allowed, pp=1)
 
 
 @contextmanager
@@ -289,13 +292,6 @@ def left_alone(optimizer: str | MakeOptimizer) -> Iterator[None]:
     made_by = optimizer.by_name if isinstance(optimizer, ByName) else optimizer
     with restoring(made_by) if callable(made_by) else nullcontext():
         yield
-
-
-_DOES = {
-    TENSOR: "changes each parameter as a whole",
-    MODEL: "changes all parameters together",
-    NOISE: "draws random numbers",
-}
 
 
 def micro_batch_rows(

@@ -81,6 +81,13 @@ def test_parameters_from_elsewhere() -> None:
     refuse_others(lambda _: first_is_slow(held), WHOLE, first_is_slow(held), held)
 
 
+def test_copies_are_not_trained_from_elsewhere() -> None:
+    """Bug: a tensor-parallel rank trained a part, and the optimizer had the model's own."""
+    own = of_rank("a", "b", "c")
+    with pytest.raises(ModelError, match="takes parameters from elsewhere, and has none of those"):
+        refuse_others(lambda _: first_is_slow(own), WHOLE, first_is_slow(own), of_rank("b", "c"))
+
+
 def test_a_rank_without_parameters() -> None:
     named = [("", nn.Parameter(torch.empty(0)))]
     refuse_others(first_is_slow, WHOLE, first_is_slow(named), named)
