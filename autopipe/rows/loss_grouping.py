@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -32,7 +33,7 @@ from autopipe.planfile.contents import MICRO_BATCH
 from autopipe.rewriting.label_counts import LabelCounts, label_counts, leaving_out
 from autopipe.rows.loss_tail import loss_nodes
 from autopipe.rows.row_dims import RowsUnknown
-from autopipe.rows.row_runs import HALF, ROWS, Leaves, Ran, RowRuns
+from autopipe.rows.row_runs import HALF, ROWS, Leaves, Make, RowRuns
 from autopipe.tracing.trace import Trace
 from autopipe.util.progress import Say
 
@@ -41,6 +42,9 @@ MOST_BYTES = 2**28
 
 MOST_DRAWS = 16
 """Draws of small values: the mean of two of four rows is often that of one of each half."""
+
+SIZES = (8.0, -8.0, 1 / 16)
+"""Further draws have values about these: a penalty may begin beyond a threshold."""
 
 CLOSE = 1e-6
 """Tolerance, as a share of the larger value: float64 sums in another order differ by less."""
@@ -123,13 +127,18 @@ def _unequal(
     """Values of a draw in which those of the halves do not add up, and of another draw."""
     further = ROUGHLY if any(node.op == REGION_OP for node in tail.nodes) else CLOSE
     found: tuple[Values, Values] | None = None
+
+    def losses(made_up: Make, minor: bool, seed: int) -> Values:
+        runs = tail.runs(leaves, halves, made_up, minor=minor, seed=seed)
+        return runs[0].outputs, runs[1].outputs, runs[2].outputs
+
     for made_up in (torch.randn, torch.rand):  # not every loss is defined on any number
         for minor in (False, True):
             try:
-                every = [
-                    _losses(tail.runs(leaves, halves, made_up, minor=minor, seed=seed))
-                    for seed in range(draws)
-                ]
+                every = [losses(made_up, minor, seed) for seed in range(draws)]
+                for size in SIZES:
+                    with suppress(ValueError, RuntimeError):  # it may not be defined there
+                        every += [losses(_about(size, made_up), minor, n) for n in range(2)]
             except RowsUnknown:
                 raise
             except Exception:  # whatever the ops of the loss raise
@@ -230,9 +239,9 @@ def _refusal(
     )
 
 
-def _losses(runs: tuple[Ran, Ran, Ran]) -> Values:
-    whole, first, second = runs
-    return whole.outputs, first.outputs, second.outputs
+def _about(size: float, made_up: Make) -> Make:
+    """Draws values whose mean and deviation are about this size."""
+    return lambda *shape, **options: size * (1 + made_up(*shape, **options))
 
 
 def _tail(flow: Dataflow) -> RowRuns:

@@ -142,6 +142,28 @@ def test_a_mean_of_the_hardest_rows_agrees_by_chance_in_two_draws_of_three(offse
         checked(hardest)
 
 
+def hard(outputs, batch):
+    """The mean of what costs more than 5, if anything does."""
+    each = F.cross_entropy(outputs, batch["label"], reduction="none")
+    many = (each > 5).sum()
+    return torch.where(many > 0, (each * (each > 5)).sum() / many.clamp(min=1), each.mean())
+
+
+BEYOND = {
+    "hard": hard,
+    "high": lambda o, b: o.square().mean() + (o.mean() - 3).relu() ** 2,
+    "low": lambda o, b: o.square().mean() + (-3 - o.mean()).relu() ** 2,
+    "collapsed": lambda o, b: o.square().mean() + (0.02 - o.var(0).mean()).relu(),
+}
+
+
+@pytest.mark.parametrize("loss", BEYOND.values(), ids=BEYOND)
+def test_what_compares_rows_beyond_a_threshold(loss):
+    """Bug: made-up numbers were all about as large as 1, and a trained model's are not."""
+    with pytest.raises(ModelError, match="it compares rows with each other|rows weigh unequally"):
+        checked(loss)
+
+
 def counting_all(rows):
     """An example of which a mask and labels count all, as many are; a run's own batches do not."""
     return {
