@@ -100,7 +100,8 @@ def once() -> Iterator[None]:
         return kept(name, lambda: trace_source(model, example, specs, *args, **kwargs))
 
     def shorter(model: Any, example: Any, specs: Any, *args: Any, **kwargs: Any) -> Trace:
-        name = f"{kwargs['original'].name_in_zoo} {kwargs.get('kept')} {[spec.shape for spec in specs]}"
+        shapes = [spec.shape for spec in specs]
+        name = f"{kwargs['original'].name_in_zoo} {kwargs.get('kept')} {shapes}"
         name += f" {batches.fingerprint(batches.flatten(example))}, of other lengths"
         return kept(name, lambda: trace(model, example, specs, *args, **kwargs))
 
