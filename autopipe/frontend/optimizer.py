@@ -178,11 +178,7 @@ def refuse_other_schedules(
     for step in range(SCHEDULED):
         for (there, here), name in places.items():
             expected, found = (
-                {
-                    key: str(value)
-                    for key, value in one.param_groups[n].items()
-                    if key not in _MEMBERS
-                }
+                _of_group(one.param_groups[n])
                 for one, n in zip(optimizers, (there, here), strict=True)
             )
             if found != expected:
@@ -219,14 +215,20 @@ def _settings(
 ) -> dict[str, dict[str, str] | None]:
     """An optimizer's settings for each parameter, as text; None: it does not change that one."""
     by_parameter = {
-        id(parameter): {key: str(setting) for key, setting in group.items() if key not in _MEMBERS}
+        id(parameter): settings
         for group in optimizer.param_groups
+        for settings in [_of_group(group)]
         for parameter in group["params"]
     }
     return {name: by_parameter.get(id(parameter)) for name, parameter in named}
 
 
 _MEMBERS = "params", "param_names"
+
+
+def _of_group(group: Mapping[str, Any]) -> dict[str, str]:
+    """A group's settings, as text."""
+    return {key: str(setting) for key, setting in group.items() if key not in _MEMBERS}
 
 
 def _unlike(found: dict[str, str] | None, other: dict[str, str] | None) -> str:
