@@ -99,9 +99,11 @@ def observe_saved(
         return _of_graphs(short, run, segments, seconds)
     with _watching(short, precision, rows, segments) as (stage, watch):
         with observing(watch.pack), computing(stage.arithmetic):
-            watch.run(*stage.inputs)
+            results = watch.run(*stage.inputs)  # what leads to them is kept
+            kept = watch.kept()
+            del results
     made_by = np.zeros(len(short.graph.nodes), np.int64)
-    return _seen(short, watch.kept, watch.looks, tuple(stage.lowered.low), {}, made_by)
+    return _seen(short, kept, watch.looks, tuple(stage.lowered.low), {}, made_by)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,9 +30,21 @@ POSITION = "autopipe_position"
 """The key in a tape's node's meta of the position of the graph's node that it was recorded for."""
 
 
+class _Packed(NamedTuple):
+    """A tensor that autograd saves: its storage and the bytes of that, and the node that saves it.
+
+    `tensor` is gone once autograd keeps it no longer.
+    """
+
+    storage: int
+    bytes: int
+    saver: int
+    tensor: weakref.ref[Tensor]
+
+
 @dataclass
 class KeptStorage:
-    """A storage that autograd saves: the node that makes it, and the nodes that save it."""
+    """A saved storage: the node that makes it, and the nodes that save it."""
 
     bytes: int
     made: int
@@ -58,15 +71,15 @@ class Watch(fx.Interpreter):
         segments: Sequence[str | None],
         done: Done,
     ) -> None:
-        super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
-        self.kept: dict[int, KeptStorage] = {}
+        super().__init__(module)
         self.looks: dict[int, tuple[TensorLook | None, ...]] = {}
         self.extra_traceback = False  # torch would add its own names of nodes to a sentence
         self._nodes, self._index = flow.graph.nodes, flow.graph.index
         self._owned = owned
         self._made: dict[int, int] = {}
+        self._packed: list[_Packed] = []
         self._writing = {p for positions in flow.writers.values() for p in positions}
-        self._alive: list[Tensor] = []  # keeps storages alive, so that no address is used twice
+        self._alive: list[torch.UntypedStorage] = []  # one that is gone would lend its address
         self._position = 0
         self._done = done
         self._segments = segments
@@ -91,23 +104,35 @@ class Watch(fx.Interpreter):
         for tensor in made:
             if isinstance(tensor, Tensor):
                 key = storage_key(tensor)
+                self._alive.append(tensor.untyped_storage())
                 # A stage that writes a received tensor writes a copy; the write makes that copy.
                 if key not in self._made or self._position in self._writing:
                     self._made[key] = self._position
-                    if key in self.kept:
-                        self.kept[key].made = self._position
         return result
 
     def pack(self, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
         if key in self._owned:
             return tensor
-        self._alive.append(tensor)
-        if key not in self.kept:
-            made = self._made.get(key, self._position)
-            self.kept[key] = KeptStorage(tensor.untyped_storage().nbytes(), made, [])
-        self.kept[key].savers.append(self._position)
-        return tensor
+        self._alive.append(tensor.untyped_storage())
+        self._made.setdefault(key, self._position)
+        kept = tensor.detach()
+        size = tensor.untyped_storage().nbytes()
+        self._packed.append(_Packed(key, size, self._position, weakref.ref(kept)))
+        return kept
+
+    def kept(self) -> dict[int, KeptStorage]:
+        """The storages that autograd still keeps, now that the graph has run.
+
+        What only a branch without a gradient had saved is gone, as in the runtime: the scores
+        that groups of experts are picked by, say.
+        """
+        found: dict[int, KeptStorage] = {}
+        for key, size, position, tensor in self._packed:
+            if tensor() is not None:
+                storage = found.setdefault(key, KeptStorage(size, self._made[key], []))
+                storage.savers.append(position)
+        return found
 
 
 def _look(made: Any) -> TensorLook | None:

@@ -53,7 +53,7 @@ def ranges_of(units, chance, stages):
     return list(itertools.pairwise([0, *cuts, len(units.starts)]))
 
 
-@pytest.mark.parametrize("name", chosen(ZOO, now=("unet", "frozen")))
+@pytest.mark.parametrize("name", chosen(ZOO, now=("unet", "frozen", "picked")))
 def test_saved_and_crossing_bytes_are_those_of_a_rehearsal_of_the_same_cuts(name):
     """To the byte, for any cuts between units: what the planner adds up is what a run keeps."""
     as_rehearsed(name)
