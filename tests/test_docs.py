@@ -1,5 +1,7 @@
 """The documents say what is there: modules that they name, links, the README's picture and code."""
 
+import doctest
+import importlib
 import os
 import re
 import subprocess
@@ -52,6 +54,13 @@ def there(name: str) -> bool:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_what_a_document_names_is_there(path: Path) -> None:
     assert [name for name in named(path.read_text()) if not there(name)] == []
+
+
+def test_examples_in_docstrings_show_what_they_return() -> None:
+    with_examples = [name for name, path in FILES.items() if "\n    >>> " in path.read_text()]
+    assert with_examples
+    for name in with_examples:
+        assert doctest.testmod(importlib.import_module(f"autopipe.{name}")).failed == 0, name
 
 
 def test_the_readme_shows_the_plan_that_is_kept() -> None:

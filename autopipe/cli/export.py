@@ -110,7 +110,7 @@ def export(
             raise AutopipeError(f"{_dashed(given[0])} is for launchers, and {to} is none")
         exported = RUNTIMES[to](loaded)
         text, program = exported.text, False
-        for line in exported.unsaid:
+        for line in exported.unsupported:
             tell(f"{to} cannot say: {line}")
     if output is None:
         print(text, end="")

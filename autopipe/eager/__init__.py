@@ -5,7 +5,7 @@ buffers that were assigned; the values that Python has kept for the next call, a
 call of the model makes other calls of torch because of them. The model is as before afterwards.
 Never found here: making a graph (`tracing`), comparing one with the model (`planners.driver`).
 
-Other rooms use: `unsaid.refused`, `.check_model`, `assigned_buffers.written`, `.as_before`,
-`second_run.calls_of`, `draws.Generators`, `kept.restoring`, `.caches_put_back`, `.left_by`,
-`counts.Counts`, `contents.MOST_ELEMENTS`, `frozen.frozen`.
+Other rooms use: `refused_effects.refused`, `.check_model`, `assigned_buffers.written`,
+`.as_before`, `second_run.calls_of`, `draws.Generators`, `kept.restoring`, `.caches_put_back`,
+`.left_by`, `counts.Counts`, `contents.MOST_ELEMENTS`, `frozen.frozen`.
 """

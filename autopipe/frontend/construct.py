@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from autopipe.errors import ModelError
 from autopipe.frontend import user_lines
 from autopipe.frontend.functions import HeldFunctions
-from autopipe.frontend.unwritten import OfWeights, of_constructor
+from autopipe.frontend.unwritten import WrongTensors, of_constructor
 from autopipe.ir.tensors import attributes_of, tensors_in
 from autopipe.ir.torch_private import (
     constructing,
@@ -123,7 +123,7 @@ class _Building:
             torch.manual_seed(0)  # values that the constructor reads are the same on every rank
             model = factory()
             if isinstance(model, nn.Module):
-                cpu_mode.of_weights.make_fake(model, self.mode)
+                cpu_mode.wrong_tensors.make_fake(model, self.mode)
                 self._make_fake(model)
                 _PAIRS[model] = [*self.fakes.values()]
                 if self.until != "registered":
@@ -198,7 +198,7 @@ class _OnCPU(TorchFunctionMode):
     def __init__(self, kinds: Collection[str], instead: Any = None) -> None:
         super().__init__()
         self.kinds, self.instead = kinds, instead
-        self.of_weights = OfWeights() if "meta" in kinds else None
+        self.wrong_tensors = WrongTensors() if "meta" in kinds else None
 
     def __enter__(self) -> Any:
         self._until = ExitStack()
@@ -212,14 +212,15 @@ class _OnCPU(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(map(self._moved, args[:1] if func is torch.device else args))  # no index
-        args = of_constructor(func, args) if self.of_weights else args
+        args = of_constructor(func, args) if self.wrong_tensors else args
         kwargs = {key: self._moved(arg) for key, arg in (kwargs or {}).items()}
         if func is Tensor.cuda:
             return args[0]
         try:
             untouched = func is torch.zeros and self.instead is not None
             result = (_zeros if untouched else func)(*args, **kwargs)
-            return self.of_weights.noted(func, args, kwargs, result) if self.of_weights else result
+            wrong = self.wrong_tensors
+            return wrong.noted(func, args, kwargs, result) if wrong else result
         except (RuntimeError, MemoryError) as error:
             out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
             if self.instead is None or not out_of_memory:

@@ -9,7 +9,7 @@ still nan after the constructor was never written.
 A module that `model()` returns a second time has lost its values too (`refuse_again`).
 
 While a model is planned its parameters have no values, nor have tensors that a constructor computes
-from them (`OfWeights`).
+from them (`WrongTensors`).
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def of_constructor(func: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-class OfWeights:
+class WrongTensors:
     """Finds real tensors of a constructor that have wrong values, as its parameters are fake.
 
     self.anchor = torch.zeros(8, 8)

@@ -13,7 +13,7 @@ from typing import Any
 from autopipe.interop.exported import Exported
 from autopipe.interop.layers import layers_of
 from autopipe.interop.precisions import EVERY, FP32, bits
-from autopipe.interop.unsaid import BLOCKS, Vocabulary, unsaid
+from autopipe.interop.unsupported import BLOCKS, Vocabulary, unsupported
 from autopipe.planfile.consistency import ZERO
 from autopipe.planfile.contents import Plan
 from autopipe.util import json_text
@@ -34,7 +34,7 @@ AUTOCAST = {"bf16-autocast": "bfloat16", "fp16-autocast": "float16"}
 def config(plan: Plan) -> Exported:
     """The configuration; stages of a pipeline are code with DeepSpeed (PipelineModule)."""
     mesh, batch, layers = plan.mesh, plan.batch, layers_of(plan)
-    missing = [*unsaid(plan, replace(WORDS, gradients=_gradients(plan)), layers)]
+    missing = [*unsupported(plan, replace(WORDS, gradients=_gradients(plan)), layers)]
     again = sorted({block for stage in plan.stages for block in stage.blocks_again})
     if again:
         missing.append(

@@ -14,19 +14,19 @@ class Exported:
 
     Attributes:
         text: of the file.
-        unsaid: a sentence for each thing that the runtime has no words for.
+        unsupported: a sentence for each thing that the runtime has no words for.
     """
 
     text: str
-    unsaid: tuple[str, ...]
+    unsupported: tuple[str, ...]
 
 
-def head(target: str, unsaid: tuple[str, ...], *use: str) -> str:
+def head(target: str, unsupported: tuple[str, ...], *use: str) -> str:
     """The first lines of a file, as comments: what wrote it, how to use it, what is missing."""
     lines = [f"Written by autopipe {VERSION} for {target}."]
     lines += use
-    lines.append("cannot express:" if unsaid else "cannot express: nothing of this plan is lost")
-    for sentence in unsaid:
+    lines.append("cannot express:" + ("" if unsupported else " nothing of this plan is lost"))
+    for sentence in unsupported:
         lines += textwrap.wrap(printable(sentence), 96, initial_indent="- ", subsequent_indent="  ")
     return "".join(f"# {line}\n" for line in lines)
 

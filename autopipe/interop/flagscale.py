@@ -17,7 +17,7 @@ from autopipe.interop.exported import Exported, head
 from autopipe.interop.layers import layers_of
 from autopipe.interop.megatron import precision, recomputation, sequence_parallel
 from autopipe.interop.precisions import KEPT
-from autopipe.interop.unsaid import Vocabulary, kinds_of_ranks, unsaid
+from autopipe.interop.unsupported import Vocabulary, kinds_of_ranks, unsupported
 from autopipe.planfile.contents import Plan
 
 WORDS = Vocabulary(
@@ -36,7 +36,7 @@ WORDS = Vocabulary(
 def config(plan: Plan) -> Exported:
     """The parts `system` and `model` that say how a plan splits."""
     mesh, batch, layers = plan.mesh, plan.batch, layers_of(plan)
-    missing = [*unsaid(plan, WORDS, layers)]
+    missing = [*unsupported(plan, WORDS, layers)]
     kinds = _kinds(plan)
     if any(len(of) > 1 for of in kinds_of_ranks(plan)):
         missing.append("a stage whose replicas are on devices of unlike kinds")

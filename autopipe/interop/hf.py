@@ -16,7 +16,7 @@ from autopipe.interop.exported import Exported, head, printable
 from autopipe.interop.layers import Layers, layers_of
 from autopipe.interop.precisions import AUTOCAST, FP32, KEPT, bits, nearest
 from autopipe.interop.recomputed import recomputes_all
-from autopipe.interop.unsaid import NONE, Vocabulary, unsaid
+from autopipe.interop.unsupported import NONE, Vocabulary, unsupported
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.node_names import NodeName
 from autopipe.report.megatron_terms import word
@@ -49,7 +49,7 @@ def distributed_config(plan: Plan) -> Exported:
     replicas = mesh.dp if mesh.pp == 1 else 1
     # Without replicas it has the dtype that the model is loaded in.
     has = FP32 | {"bf16"} if replicas > 1 else frozenset({plan.precision})
-    missing = [*unsaid(plan, replace(TRANSFORMERS, precisions=has), layers)]
+    missing = [*unsupported(plan, replace(TRANSFORMERS, precisions=has), layers)]
     if replicas == 1 and plan.precision != "fp32":
         missing.append(f"the precision {plan.precision}: the trainer's, or the loaded model's")
     if replicas < mesh.dp:
@@ -101,7 +101,8 @@ def accelerate_config(plan: Plan) -> Exported:
     low = bits(plan.precision)
     # What is sharded is gathered in its mixed precision, and its gradients summed; else it casts.
     has = replace(ACCELERATE, precisions=KEPT if sharded else AUTOCAST)
-    missing = unsaid(plan, replace(has, gradients=frozenset({low})) if sharded else has, layers)
+    words = replace(has, gradients=frozenset({low})) if sharded else has
+    missing = unsupported(plan, words, layers)
     if sharded and plan.zero != 3:
         missing += (f"ZeRO-{plan.zero} beside tensor parallelism: it shards parameters too",)
     nodes = len(mesh.processes_per_node)

@@ -17,7 +17,7 @@ from autopipe.interop.exported import Exported, head
 from autopipe.interop.layers import Layers, layers_of
 from autopipe.interop.precisions import KEPT, nearest
 from autopipe.interop.recomputed import recomputes_all, selected
-from autopipe.interop.unsaid import Vocabulary, unsaid
+from autopipe.interop.unsupported import Vocabulary, unsupported
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.placements import parse
 
@@ -36,7 +36,7 @@ WORDS = Vocabulary(
 def arguments(plan: Plan) -> Exported:
     """The arguments that say how a plan splits; those of the model and its data are the user's."""
     layers = layers_of(plan)
-    missing = unsaid(plan, WORDS, layers)
+    missing = unsupported(plan, WORDS, layers)
     lines = "".join(f"    {shlex.join(words)}\n" for words in _arguments(plan, layers))
     use = 'In bash: source THIS, then pretrain_gpt.py "${PARALLEL[@]}" and the model\'s arguments.'
     more = "Megatron-FSDP refuses CUDA_DEVICE_MAX_CONNECTIONS=1: leave it unset, or higher."

@@ -11,7 +11,7 @@ from __future__ import annotations
 from autopipe.interop.exported import Exported
 from autopipe.interop.layers import layers_of
 from autopipe.interop.precisions import EVERY, KEPT
-from autopipe.interop.unsaid import BLOCKS, Vocabulary, unsaid
+from autopipe.interop.unsupported import BLOCKS, Vocabulary, unsupported
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 
@@ -36,7 +36,7 @@ def schedule(plan: Plan) -> Exported:
     rows = [",".join(map(str, program)) for program in programs.compute(plan)]
     mesh, sends = plan.mesh, {sent.peer - i for i, s in enumerate(plan.stages) for sent in s.sends}
     missing = [
-        *unsaid(plan, WORDS, layers_of(plan)),
+        *unsupported(plan, WORDS, layers_of(plan)),
         f"anything but the order of a step: the cuts of {len(plan.stages)} stages, dp={mesh.dp} "
         f"and tp={mesh.tp} are the code's",
     ]

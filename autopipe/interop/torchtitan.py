@@ -12,7 +12,7 @@ from autopipe.interop.exported import Exported, head
 from autopipe.interop.layers import layers_of
 from autopipe.interop.precisions import FP32, nearest
 from autopipe.interop.recomputed import recomputes_all
-from autopipe.interop.unsaid import ALL, Vocabulary, unsaid
+from autopipe.interop.unsupported import ALL, Vocabulary, unsupported
 from autopipe.planfile.contents import Plan
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
@@ -35,7 +35,7 @@ def configs(plan: Plan) -> Exported:
     """The two configurations, for a model of torchtitan's whose modules have the plan's names."""
     layers, mesh, batch = layers_of(plan), plan.mesh, plan.batch
     words = _words(plan)
-    missing = unsaid(plan, words, layers)
+    missing = unsupported(plan, words, layers)
     if plan.precision.startswith("bf16") and words.precisions == FP32:
         missing += (
             "bf16 beside pp or tp without ZeRO-3: mixed_precision_param acts only with "

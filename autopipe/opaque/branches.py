@@ -29,7 +29,7 @@ from autopipe.ir.torch_patches import replacing
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake, no_modes, tree_map, version
 from autopipe.opaque.sites import state_of
 from autopipe.opaque.states import first_names
-from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, whole_of
+from autopipe.opaque.trees import NotPlain, distinct_tensors, parts_of, whole_of
 from autopipe.rewriting.gpu_autocast import autocast_as_now, autocast_inside
 
 _library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -151,7 +151,7 @@ def _op(
         found = distinct_tensors(result)
         try:
             gives.append(parts_of(result, found))
-        except Unlike as error:
+        except NotPlain as error:
             raise _refusal(str(error)) from error
         texts.append((reading.lines, [(tuple(t.shape), t.dtype) for t in found]))
     if gives[0] != gives[1] or texts[0][1] != texts[1][1]:

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from autopipe.eager.draws import Generators
-from autopipe.eager.unsaid import RefusedEffects
+from autopipe.eager.refused_effects import RefusedEffects
 from autopipe.errors import CaptureError
 from autopipe.ir.tensors import bytes_of, tensors_in
 from autopipe.ir.torch_private import TorchDispatchMode, no_function_modes, storage_key, version
@@ -28,7 +28,7 @@ from autopipe.opaque.results import in_rows, rising
 from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
 from autopipe.opaque.sparse import is_sparse, owned
 from autopipe.opaque.states import ChangedStates, SetBefore, first_names, named, states_of
-from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, returned, to_text, whole_of
+from autopipe.opaque.trees import NotPlain, distinct_tensors, parts_of, returned, to_text, whole_of
 from autopipe.planfile.regions import WHOLE, Region, Result
 from autopipe.util.dtypes import name_of
 
@@ -113,7 +113,7 @@ def measured(
     Raises:
         Wider: a call gives or takes what no op can, or a size that depends on values.
         Fails: the model does not run at all.
-        CaptureError: a call has an effect that no stage may have (`unsaid.RefusedEffects`).
+        CaptureError: a call has an effect that no stage may have (`RefusedEffects`).
     """
     found = [_run(model, sites, runs.first)]
     try:
@@ -274,7 +274,7 @@ class _Watching:
             own_results = distinct_tensors(result)  # in lists and dicts that later code may change
             seen.made = whole_of(parts_of(result, own_results), own_results)
             results, _ = seen.results, seen.gives
-        except Unlike as error:
+        except NotPlain as error:
             raise Wider(site, str(error)) from error
         now = left_in(self._model, site)
         new = {name: tensor for name, tensor in now.items() if attributes.get(name) is not tensor}
@@ -288,7 +288,7 @@ class _Watching:
         """The tree of a call's arguments as text, and the tensors in it."""
         try:
             return to_text(parts_of((args, dict(kwargs)), given, owned(self._model)))
-        except Unlike as error:
+        except NotPlain as error:
             raise Wider(site, str(error)) from error
 
     def _owned(self, given: Sequence[Tensor]) -> Iterator[tuple[Tensor, str | int]]:

@@ -23,7 +23,7 @@ from autopipe.ir.torch_patches import seeing_sets
 from autopipe.ir.torch_private import version
 from autopipe.opaque.sites import Site
 from autopipe.opaque.sparse import is_sparse
-from autopipe.opaque.trees import Unlike, from_text, parts_of, to_text, whole_of
+from autopipe.opaque.trees import NotPlain, from_text, parts_of, to_text, whole_of
 from autopipe.planfile.regions import LOSS, NOTHING, WHOLE
 
 
@@ -175,7 +175,7 @@ def _as_text(values: Mapping[str, Any]) -> str:
 def _is_plain(value: Any) -> bool:
     try:
         to_text(parts_of(value, ()))
-    except (Unlike, StopIteration):  # a tensor has its origin (`origins`)
+    except (NotPlain, StopIteration):  # a tensor has its origin (`origins`)
         return False
     return True
 

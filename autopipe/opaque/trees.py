@@ -29,7 +29,7 @@ _GOES = "goes into a module or comes out of it"
 _NOTHING: Mapping[int, str] = MappingProxyType({})
 
 
-class Unlike(Exception):
+class NotPlain(Exception):
     """Raised where a call has an argument or a result that a tree cannot hold."""
 
 
@@ -70,11 +70,11 @@ def parts_of(tree: Any, tensors: Sequence[Tensor], sparse: Mapping[int, str] = _
         sparse: names of the model's sparse tensors, by their identity (`sparse.owned`).
 
     Raises:
-        Unlike: something in the tree is no plain value.
+        NotPlain: something in the tree is no plain value.
     """
     if isinstance(tree, Tensor) and is_sparse(tree):
         if id(tree) not in sparse:
-            raise Unlike(f"a sparse tensor {_GOES}")
+            raise NotPlain(f"a sparse tensor {_GOES}")
         return Own(sparse[id(tree)])
     if isinstance(tree, Tensor):
         return Slot(next(n for n, tensor in enumerate(tensors) if tensor is tree))
@@ -87,7 +87,7 @@ def parts_of(tree: Any, tensors: Sequence[Tensor], sparse: Mapping[int, str] = _
         return {key: parts_of(item, tensors, sparse) for key, item in tree.items()}
     if tree is None or isinstance(tree, bool | int | float | str | torch.dtype | torch.device):
         return tree
-    raise Unlike(f"a {type(tree).__name__} {_GOES}")
+    raise NotPlain(f"a {type(tree).__name__} {_GOES}")
 
 
 def _fields(tree: Any) -> Mapping[str, Any] | None:
@@ -127,7 +127,7 @@ def to_text(parts: Any) -> str:
     """The result of `parts_of` as JSON text.
 
     Raises:
-        Unlike: a device, a key that is no text, a class without a home: another process would not
+        NotPlain: a device, a key that is no text, a class without a home: another process would not
             know it.
     """
     return json.dumps(_written(parts))
@@ -164,7 +164,7 @@ def _written(parts: Any) -> Any:
     if isinstance(parts, torch.dtype):
         return {"dtype": name_of(parts)}
     if isinstance(parts, torch.device | dict):
-        raise Unlike(f"{parts} {_GOES}")
+        raise NotPlain(f"{parts} {_GOES}")
     return parts
 
 
@@ -172,7 +172,7 @@ def _name(kind: type) -> tuple[str, str]:
     """The name by which another process that has built the same model finds a class."""
     name = kind.__module__, kind.__qualname__
     if _class(*name) is not kind:
-        raise Unlike(f"a {kind.__qualname__}, a class within a function, {_GOES}")
+        raise NotPlain(f"a {kind.__qualname__}, a class within a function, {_GOES}")
     return name
 
 

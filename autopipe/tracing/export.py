@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autopipe.eager import assigned_buffers, unsaid, unsaid_modes
+from autopipe.eager import assigned_buffers, refused_effects, refused_modes
 from autopipe.eager.holders import Part
 from autopipe.eager.kept import left_by, restoring
 from autopipe.eager.registered import AsRegistered, copies_are_values
@@ -136,8 +136,8 @@ class Program(nn.Module):
             inference_without_gradients(),
             not_compiling(),
             of_absent_gpus(),
-            unsaid.RefusedCalls(),
-            unsaid_modes.refused(),
+            refused_effects.RefusedCalls(),
+            refused_modes.refused(),
             branches.as_ops(self.model),
             packed.as_ops(),
             self._as_registered() if self.held_twice else nullcontext(),

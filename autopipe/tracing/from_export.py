@@ -47,7 +47,6 @@ from autopipe.ir.graph import (
     short_name,
 )
 from autopipe.ir.torch_private import expression, is_control_flow, sparse_argument, storage_key
-from autopipe.opaque.trees import Unlike
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import InputSpec
 from autopipe.rewriting.projections import with_projections
@@ -63,7 +62,7 @@ from autopipe.tracing.exported_nodes import (
     scopes_of,
     with_copies_beside,
 )
-from autopipe.tracing.stubs import BEGIN, END, STAND_IN, Span
+from autopipe.tracing.stubs import BEGIN, END, STAND_IN, BlocksDiffer, Span
 from autopipe.tracing.user_checkpoints import GRAD, MARK
 from autopipe.util import dims
 
@@ -271,7 +270,7 @@ class _Converter:
         else:
             span = self.spans[number]
             if span.around != self.again:
-                raise Unlike(
+                raise BlocksDiffer(
                     f"{scopes[-1]} runs again in backward where {span.scopes[-1]} does not"
                 )
             copies, results = span.copied(self.nodes, scopes, tensors, self._name, self.states)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopipe.eager import second_run, seeds, unsaid
+from autopipe.eager import refused_effects, second_run, seeds
 from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.compared_runs import compared_runs
 from autopipe.eager.draws import Generators
@@ -141,7 +141,7 @@ class _Look:
             nonlocal changed, drew
             changes = second_run.Changes(self.program.model)
             asked = _asks_for_gpus(self.program.asks_for_gpus)
-            with within(), unsaid.refused(self.program.model), noted, asked:
+            with within(), refused_effects.refused(self.program.model), noted, asked:
                 self.run()
             changed, drew = changes.seen(), changes.drawn()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopipe.eager.frozen import FIXED, VALUES, frozen
 from autopipe.ir.torch_private import is_fake, storage_key, version
-from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, whole_of
+from autopipe.opaque.trees import NotPlain, distinct_tensors, parts_of, whole_of
 from autopipe.tracing.module_makes import (
     attributes_of,
     look_of,
@@ -183,7 +183,7 @@ class ModuleCall:
         if self._doubtful or changed or self._before != self._attempt(self._surroundings):
             self.done = object()
             return self.done
-        with suppress(Unlike):
+        with suppress(NotPlain):
             self.tree = parts_of(output, [*self._given, *self._made])
         self.done = tuple(self._log)
         return self.done

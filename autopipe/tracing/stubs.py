@@ -9,7 +9,7 @@ becomes a graph, the nodes between `begin` and `end` are copied for every `stand
 names of the module that it replaces: the graph is the one that a full trace gives.
 
 `same_modules` has proved which modules are equal; here the arguments are compared once more, since
-their sizes are symbols now. A mismatch raises `Unlike`, and then the model is traced in full.
+their sizes are symbols now. A mismatch raises `BlocksDiffer`, and then the model is traced in full.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from autopipe.eager.frozen import frozen
 from autopipe.ir.blocks import Visit
 from autopipe.ir.graph import Node, Ref, State, Value
 from autopipe.ir.torch_private import expression, storage_key
-from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, whole_of
+from autopipe.opaque.trees import distinct_tensors, parts_of, whole_of
 from autopipe.tracing.module_makes import modes
 
 BEGIN = "autopipe.begin.default"
 END = "autopipe.end.default"
 STAND_IN = "autopipe.stand_in.default"
+
+
+class BlocksDiffer(Exception):
+    """Raised where a block cannot stand in for another, though their modules look alike."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def _forward(
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal called
         if called:
-            raise Unlike(f"{path} is called again")
+            raise BlocksDiffer(f"{path} is called again")
         called = True
         given = list(distinct_tensors((args, kwargs)))
         described = _comparable((args, kwargs), given)
@@ -140,7 +144,7 @@ def _forward(
         trained = [p for p in module.parameters() if p.requires_grad][:1]
         new = stand_in_op([*given, *trained], first.number)
         if tuple(tensor.requires_grad for tensor in new) != first.carrying:
-            raise Unlike(f"a gradient flows through {path} otherwise than through those like it")
+            raise BlocksDiffer(f"a gradient flows through {path} otherwise than through its like")
         return whole_of(first.output, [*given, *new])
 
     return forward
@@ -197,21 +201,21 @@ class Span:
             states: the model's states by name.
 
         Raises:
-            Unlike: a node reads a value that is neither an argument nor a state of the block.
+            BlocksDiffer: a node reads a value that is neither an argument nor a state of the block.
         """
         home, there = self.scopes[-1], scopes[-1]
         if Visit.of(home).number or Visit.of(there).number:
-            raise Unlike(f"{home} or {there} is called more than once")
+            raise BlocksDiffer(f"{home} or {there} is called more than once")
         known: dict[Value, Value] = {}
         for argument, counterpart in zip(self.arguments, arguments, strict=False):
             if known.setdefault(argument, counterpart) != counterpart:
-                raise Unlike(f"{home} takes one tensor where {there} takes two")
+                raise BlocksDiffer(f"{home} takes one tensor where {there} takes two")
         added: list[Node] = []
         before = nodes[: self.first]
         for node in nodes[self.first : self.stop]:
             depth = len(self.scopes)
             if node.scopes[:depth] != self.scopes:
-                raise Unlike(f"{node.name} ran in {node.scopes}, not in {home}")
+                raise BlocksDiffer(f"{node.name} ran in {node.scopes}, not in {home}")
             inner = tuple(_moved(scope, home, there) for scope in node.scopes[depth:])
             for value in node.values():
                 if value not in known:
@@ -229,7 +233,7 @@ class Span:
 
 def _moved(path: str, home: str, there: str) -> str:
     if not path.startswith(f"{home}."):
-        raise Unlike(f"{path} runs in a call of {home}")
+        raise BlocksDiffer(f"{path} runs in a call of {home}")
     return there + path.removeprefix(home)
 
 
@@ -246,12 +250,12 @@ def _counterpart(
         for node in before:
             if (node.op, node.args, node.kwargs) == (alike.op, alike.args, alike.kwargs):
                 return Ref(node.name)
-    raise Unlike(f"{value} comes into {home} from outside, and not as an argument")
+    raise BlocksDiffer(f"{value} comes into {home} from outside, and not as an argument")
 
 
 def _state_counterpart(value: State, home: str, there: str, states: Mapping[str, object]) -> State:
     """The equal block's parameter or buffer that corresponds to one of the first block."""
     moved = _moved(value.name, home, there)
     if moved not in states:
-        raise Unlike(f"{moved} is missing")
+        raise BlocksDiffer(f"{moved} is missing")
     return State(moved)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopipe.eager import unsaid
+from autopipe.eager import refused_effects
 from autopipe.eager.kept import caches_put_back, without_values
 from autopipe.errors import CaptureError, ModelError, OtherBranch
 from autopipe.frontend import batch as batches
@@ -23,7 +23,7 @@ from autopipe.ir import check
 from autopipe.ir.graph import SEQUENCE, Graph
 from autopipe.opaque.regions import known, named
 from autopipe.opaque.search import with_regions
-from autopipe.opaque.trees import Unlike
+from autopipe.opaque.trees import NotPlain
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import Region
 from autopipe.tracing.export import Program, capture, tensors_of
@@ -40,6 +40,7 @@ from autopipe.tracing.low_precision import (
 )
 from autopipe.tracing.measuring import Measuring
 from autopipe.tracing.same_modules import Likeness
+from autopipe.tracing.stubs import BlocksDiffer
 from autopipe.tracing.user_checkpoints import with_second_writes
 from autopipe.tracing.value_guards import NeedsNumbers
 from autopipe.util.progress import Say
@@ -132,7 +133,7 @@ def trace(
         model.train(training)
     if training:
         for module in (model, *([] if original is None else [original])):
-            unsaid.check_model(module)
+            refused_effects.check_model(module)
     say = say or (lambda line: None)
     # A buffer may be read in 16 bits instead: making weights takes many times as long as a look.
     dtypes_first = kept is not None
@@ -265,7 +266,7 @@ class _Tracing:
         if alike:
             try:
                 return self.export(reads, alike)
-            except (ModelError, Unlike) as error:
+            except (ModelError, NotPlain, BlocksDiffer) as error:
                 # Without stand-ins the trace goes well, or says why in full.
                 why = str(error).partition("\n")[0]
                 self.say(f"trace: repeated modules are traced one by one, not once for all: {why}")
@@ -344,7 +345,5 @@ class _Tracing:
         regions = tuple(running.region for running in graph.regions.values())
         rows = None if self.symbolic else batches.rows_of(self.specs, self.leaves)
         asks = tuple(sorted(program.asks_for_gpus))
-        paths, unsteady = program.paths, program.unsteady
-        return Trace(
-            graph, self.specs, tuple(reads), paths, unsteady, regions, rows, asks, self.kept
-        )
+        found = program.paths, program.unsteady, regions
+        return Trace(graph, self.specs, tuple(reads), *found, rows, asks, self.kept)

@@ -134,7 +134,7 @@ def answer(each: Readable, *, free: bool) -> Line:
             "capacity_bytes": own.capacity,
             "fits": own.fits,
             "bytes": own.bytes,
-            "unsaid": tool.unsaid(run),
+            "replaced": tool.replaced(run),
         }
         return {**line, "free": _free(run)} if free else line
     except (Unsupported, AutopipeError) as reason:

@@ -161,7 +161,7 @@ def free_choice(run: Run) -> Outcome:
     return outcome(autopipe.plan(**_asked(run, cluster)), cluster)
 
 
-def unsaid(run: Run) -> list[str]:
+def replaced(run: Run) -> list[str]:
     """What of the run cannot be said to the tool, and what is said instead."""
     cluster = _cluster(run)
     found: list[str] = []

@@ -104,7 +104,7 @@ def _theirs(recipe: Recipe, cluster: Cluster) -> Line:
     except InfeasibleError:
         plan = autopipe.plan(**{**_question(recipe, roomy(cluster)), **asked})
     found = outcome(plan, cluster)
-    return {**asdict(found), "fits": found.fits, "unsaid": layout.unsaid}
+    return {**asdict(found), "fits": found.fits, "replaced": layout.replaced}
 
 
 def table(lines: list[Line]) -> str:
@@ -127,7 +127,7 @@ def _layout(theirs: Line) -> list[str]:
     if "refused" in theirs:
         return [theirs["refused"], "", ""]
     held = f"{theirs['needed'] / 2**30:.0f} of {theirs['capacity'] / 2**30:.0f} GiB"
-    words = "; ".join([theirs["layout"], *theirs["unsaid"]])
+    words = "; ".join([theirs["layout"], *theirs["replaced"]])
     return [words, f"{theirs['seconds']:.3g}", "yes" if theirs["fits"] else f"no, {held}"]
 
 

@@ -33,7 +33,7 @@ class Unbuilt(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """What experts chose; `unsaid` is what of it cannot be said to the tool, and stands for it.
+    """What experts chose; `replaced` is what of it cannot be said to the tool, and stands for it.
 
     `even` is whether stages have equally many layers, as Megatron-LM deals them out where a recipe
     writes no cuts.
@@ -48,7 +48,7 @@ class Layout:
     zero: int
     sequence_parallel: bool
     recompute: str
-    unsaid: tuple[str, ...]
+    replaced: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ def _layout(row: Row, gpus: int, batch: int) -> Layout | str:
     if left or batch % (dp * size):
         return f"tp={tp} pp={pp} micro-batches of {size} do not divide {gpus} GPUs and {batch} rows"
     even = _said(row, "layout") is None
-    unsaid = [] if even else ["its own cuts"]
+    replaced = [] if even else ["its own cuts"]
     granularity = _said(row, "recompute_granularity")
     if granularity == "selective":
-        unsaid.append("recompute selective as none")
+        replaced.append("recompute selective as none")
     if (some := _count(row, "recompute_num_layers")) and granularity == "full":
-        unsaid.append(f"recompute {some} layers as all")
+        replaced.append(f"recompute {some} layers as all")
     fsdp = _said(row, "use_megatron_fsdp") == "True"
     return Layout(
         tp=tp,
@@ -133,7 +133,7 @@ def _layout(row: Row, gpus: int, batch: int) -> Layout | str:
         zero=3 if fsdp else 1,
         sequence_parallel=_said(row, "sequence_parallel") == "True",
         recompute="all" if granularity == "full" else "none",
-        unsaid=tuple(unsaid),
+        replaced=tuple(replaced),
     )
 
 

@@ -42,12 +42,12 @@ def _choose(problem: Problem, config: Config) -> Decision:
 
 def even_cuts(problem: Problem, stages: int) -> tuple[int, ...]:
     """The cuts, in units, between equal shares; there are at least as many units as shares."""
-    starts = _dealt_out(problem, stages)
+    starts = _first_units(problem, stages)
     share, larger = divmod(len(starts), stages)
     return tuple(starts[stage * share + min(stage, larger)] for stage in range(1, stages))
 
 
-def _dealt_out(problem: Problem, stages: int) -> list[int]:
+def _first_units(problem: Problem, stages: int) -> list[int]:
     """The first unit of each item of which stages get equally many: blocks, or units."""
     starts = [first for first, _ in problem.blocks]
     if starts and len(starts) % stages:

@@ -76,7 +76,7 @@ class OwnTensor:
 def pieces_of_rank(shape: Shape, placement: Placement, ranks: int, rank: int) -> tuple[Piece, ...]:
     """The pieces that a tensor-parallel rank has of a tensor.
 
-    >>> [piece.whole for piece in dealt((8,), Placement("S", 0, 2), 2, 1)]
+    >>> [piece.whole for piece in pieces_of_rank((8,), Placement("S", 0, 2), 2, 1)]
     [(2,), (6,)]
     """
     whole = Piece((0,) * len(shape), (0,) * len(shape), shape)
@@ -98,7 +98,7 @@ def pieces_of_rank(shape: Shape, placement: Placement, ranks: int, rank: int) ->
 def rows_of(pieces: Iterable[Piece], first: int, last: int) -> tuple[Piece, ...]:
     """The pieces of the rows [first, last) of a rank's own tensor, cut from the tensor's pieces.
 
-    >>> [piece.whole for piece in rows_of(dealt((8,), Placement("S", 0, 2), 2, 1), 2, 4)]
+    >>> [piece.whole for piece in rows_of(pieces_of_rank((8,), Placement("S", 0, 2), 2, 1), 2, 4)]
     [(6,)]
     """
     cut = []

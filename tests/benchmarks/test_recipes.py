@@ -74,16 +74,16 @@ def test_what_is_empty_is_inherited() -> None:
 
 
 @pytest.mark.parametrize(
-    ("says", "unsaid"),
+    ("says", "replaced"),
     [
         ({"recompute_granularity": '"selective"'}, "recompute selective as none"),
         ({"recompute_granularity": '"full"', "recompute_num_layers": 2}, "2 layers as all"),
         ({"layout": "Et|(tt|)*30mL"}, "its own cuts"),
     ],
 )
-def test_what_the_tool_cannot_be_told_is_said(says: dict[str, object], unsaid: str) -> None:
-    (found,) = layout(**says).unsaid
-    assert unsaid in found
+def test_what_the_tool_cannot_be_told_is_said(says: dict[str, object], replaced: str) -> None:
+    (found,) = layout(**says).replaced
+    assert replaced in found
 
 
 def test_megatron_fsdp_is_zero_3() -> None:
@@ -114,7 +114,7 @@ def test_a_layout_that_cannot_be_said_leaves_the_question() -> None:
 
 
 def test_the_table_shows_what_does_not_fit_and_by_how_much() -> None:
-    theirs = {"layout": "tp=1", "unsaid": [], "seconds": 7.0, "fits": False}
+    theirs = {"layout": "tp=1", "replaced": [], "seconds": 7.0, "fits": False}
     theirs |= {"needed": 191 * 2**30, "capacity": 152 * 2**30}
     ours = {"layout": "pp=4", "seconds": 7.5}
     line = {"recipe": "x", "gpus": "8 b200", "theirs": theirs, "ours": ours, "planned_in": 9.0}

@@ -91,7 +91,7 @@ def test_each_difference_is_said_for_people(autopipe: Shell) -> None:
     assert [re.split("  +", line)[1:] for line in lines] == [
         ["receives posted ahead (window)", "2", "3"],
         ["in flight beyond 1f1b's (depth)", "0", "2"],
-        ["dealt out over replicas (ZeRO)", "0: nothing", "3: parameters too"],
+        ["sharded over replicas (ZeRO)", "0: nothing", "3: parameters too"],
     ]
     one = autopipe("diff", "a.json", "c.json").out
     assert re.search(r"pipeline stages \(pp\) +2 +1\n", one)

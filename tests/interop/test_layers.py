@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autopipe.interop.layers import Layers, layers_of
-from autopipe.interop.unsaid import BLOCKS, Vocabulary, unsaid
+from autopipe.interop.unsupported import BLOCKS, Vocabulary, unsupported
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import BlockClass, Boundary
 from tests.support.plans import chain
@@ -69,7 +69,7 @@ ALL_OF_IT = Vocabulary(
 
 
 def sentences(plan: Plan, **narrower: object) -> tuple[str, ...]:
-    return unsaid(plan, replace(ALL_OF_IT, **narrower), layers_of(plan))  # type: ignore[arg-type]
+    return unsupported(plan, replace(ALL_OF_IT, **narrower), layers_of(plan))  # type: ignore[arg-type]
 
 
 def with_stages(plan: Plan, **changes: object) -> Plan:

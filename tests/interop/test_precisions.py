@@ -38,7 +38,7 @@ def of(precision: str, pp: int = 1, dp: int = 1, zero: int = 0, **more: str) -> 
 def told(plan: Plan, target: str) -> list[str]:
     """What it says of dtypes."""
     words = "the precision", "sums of gradients", "an optimizer", "bf16 beside"
-    return [line for line in RUNTIMES[target](plan).unsaid if line.startswith(words)]
+    return [line for line in RUNTIMES[target](plan).unsupported if line.startswith(words)]
 
 
 def lines(plan: Plan, target: str) -> list[str]:

@@ -109,7 +109,7 @@ def made(plan: Plan, target: str) -> str:
     if target != "pipelining":
         assert "autopipe" in exported.text and "cannot" in exported.text
         flat = " ".join(exported.text.replace("\n#", " ").split())
-        for sentence in exported.unsaid:
+        for sentence in exported.unsupported:
             assert " ".join(sentence.split()) in flat or json.dumps(sentence) in exported.text
     return exported.text
 
@@ -197,7 +197,7 @@ def test_megatron_recomputes_what_it_has_names_for() -> None:
 def test_what_blocks_offload_no_runtime_has_words_for(target: str) -> None:
     (stage,) = PLANS["one"].stages
     away = replace(PLANS["one"], stages=(replace(stage, offload=LAYERS[:2]),))
-    said = [s for s in RUNTIMES[target](away).unsaid if "offload" in s]
+    said = [s for s in RUNTIMES[target](away).unsupported if "offload" in s]
     assert len(said) == 1 and said[0].startswith("offload of what 2 of 8 layers keep"), said
 
 
@@ -217,7 +217,8 @@ def test_megatron_reads_its_recomputation() -> None:
 @pytest.mark.parametrize("target", sorted(RUNTIMES.keys() - {"megatron", "flagscale"}))
 def test_what_runs_again_by_op_is_told(target: str) -> None:
     """No other runtime has words for it, and none is silent."""
-    (sentence,) = (s for s in RUNTIMES[target](PLANS["selective"]).unsaid if "recomputation" in s)
+    lost = RUNTIMES[target](PLANS["selective"]).unsupported
+    (sentence,) = (s for s in lost if "recomputation" in s)
     assert sentence == "recomputation of attention and norms of 8 blocks, of which the rest is kept"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopipe.errors import PlanError
-from autopipe.opaque.trees import Slot, Struct, Unlike, from_text, to_text
+from autopipe.opaque.trees import NotPlain, Slot, Struct, from_text, to_text
 
 
 @dataclass
@@ -50,5 +50,5 @@ def test_a_class_that_this_process_does_not_have_is_named():
     class Local:
         hidden: torch.Tensor
 
-    with pytest.raises(Unlike, match="Local, a class within a function"):
+    with pytest.raises(NotPlain, match="Local, a class within a function"):
         to_text(Struct(Local, {"hidden": Slot(0)}))

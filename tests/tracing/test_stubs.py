@@ -16,12 +16,11 @@ from torch.nn import functional as F
 from autopipe.errors import CaptureError
 from autopipe.frontend.construct import fake_copy
 from autopipe.ir.fingerprint import fingerprint
-from autopipe.opaque.trees import Unlike
 from autopipe.tracing import trace as tracing
 from autopipe.tracing.low_precision import SixteenBits
 from autopipe.tracing.module_calls import ModuleCall
 from autopipe.tracing.same_modules import Likeness
-from autopipe.tracing.stubs import STAND_IN
+from autopipe.tracing.stubs import STAND_IN, BlocksDiffer
 from tests.support.long import chosen
 from tests.support.staged import trace_model
 from tests.support.zoo import ZOO
@@ -122,7 +121,7 @@ def failing(error):
 @pytest.mark.parametrize(
     "error",
     [
-        Unlike("blocks.1 is called again"),
+        BlocksDiffer("blocks.1 is called again"),
         pytest.param(CaptureError("no\nmore"), marks=pytest.mark.long),
     ],
 )

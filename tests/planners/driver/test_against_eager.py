@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from autopipe.frontend.refused_effects import on_every_rank
 from torch import nn
 
 import autopipe
 from autopipe.errors import CaptureError, ModelError
-from autopipe.frontend.refusals import on_every_rank
 from autopipe.planners.driver import against_eager
 from autopipe.planners.driver.outcomes import Outcome, compare
 from tests.support.inprocess import machine
@@ -266,7 +266,7 @@ def test_a_metric_beside_a_loss_is_no_obstacle():
 
 def test_a_gradient_that_only_eager_has_is_refused_at_the_parameter_before_it(monkeypatch):
     """As if a trace had lost a hook once more: the check needs to know nothing of hooks."""
-    from autopipe.eager import unsaid
+    from autopipe.eager import refused_effects
 
     class Reversed(Net):
         def inside(self, hidden):
@@ -275,7 +275,7 @@ def test_a_gradient_that_only_eager_has_is_refused_at_the_parameter_before_it(mo
                 hidden.register_hook(lambda gradient: -gradient)
             return hidden
 
-    monkeypatch.setattr(unsaid, "_REFUSALS", {})
+    monkeypatch.setattr(refused_effects, "_REFUSALS", {})
     said = refusal(built(Reversed))
     assert "4 of its 6 gradients differ in its graph; after 'middle.weight' (" in said
     assert "odd_models.py:" in said and "off by 2 of its largest entry, they agree" in said

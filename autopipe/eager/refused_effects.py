@@ -8,7 +8,7 @@ hooks on what autograd saves          they may change it
 x.data = y                            a tensor of a graph is made once
 x.apply_(f)                           Python computes each element
 
-Modes that forward enters stand in `unsaid_modes`. `x.data` is read as `x.detach()`.
+Modes that forward enters stand in `refused_modes`. `x.data` is read as `x.detach()`.
 """
 
 from __future__ import annotations

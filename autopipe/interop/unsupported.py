@@ -63,7 +63,7 @@ class Vocabulary:
     own_model: bool = False
 
 
-def unsaid(plan: Plan, words: Vocabulary, layers: Layers) -> tuple[str, ...]:
+def unsupported(plan: Plan, words: Vocabulary, layers: Layers) -> tuple[str, ...]:
     """A sentence for each decision of `plan` that `words` cannot express."""
     return tuple(map(printable, _sentences(plan, words, layers)))
 
