@@ -14,11 +14,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction, FunctionMeta
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from autopipe.errors import AutopipeError, CaptureError, Uncaptured
@@ -55,6 +57,8 @@ class _Given:
 
 _PLACE = _Given()
 _known: dict[str, _Applied] = {}
+_running: list[type] = []
+"""The Functions that apply themselves now, each within the one before it."""
 
 _library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -73,7 +77,12 @@ def _run(tensors: Sequence[Tensor], call: str, random: bool = False) -> list[Ten
 
 def _results(applied: _Applied, tensors: Sequence[Tensor]) -> list[Tensor]:
     given, before = iter(tensors), [version(tensor) for tensor in tensors]
-    output = applied.apply(*(next(given) if a is _PLACE else a for a in applied.arguments))
+    arguments = [next(given) if a is _PLACE else a for a in applied.arguments]
+    _running.append(applied.kind)
+    try:
+        output = applied.apply(*arguments)
+    finally:
+        _running.pop()
     applied.single = isinstance(output, Tensor)
     results = [output] if isinstance(output, Tensor) else list(output)
     if not all(isinstance(result, Tensor) for result in results):
@@ -98,8 +107,7 @@ def as_ops() -> Iterator[None]:
     def applied(kind: type, apply: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         if kind is CheckpointFunction:
             return _checkpointed(*args)
-        # How ops of a library run, and how a checkpoint holds its arguments (torch 2.11).
-        if kind.__module__.startswith(("torch._", "torch.utils.checkpoint", "autopipe.")):
+        if _is_torchs(kind):
             return apply(*args, **kwargs)
         _check(kind, args, kwargs)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
@@ -114,8 +122,62 @@ def as_ops() -> Iterator[None]:
         results = torch.ops.autopipe.function.default(tensors, call, *random)
         return results[0] if _known[call].single else tuple(results)
 
-    with replacing_custom_functions(applied):
+    with replacing_custom_functions(applied), _bound_before(applied):
         yield
+
+
+@contextmanager
+def _bound_before(applied: Callable[..., Any]) -> Iterator[None]:
+    """Within, `applied` is called for `double = Double.apply` too, a name for torch's own `apply`.
+
+    Whoever calls it, torch looks for the `forward` of the class and gives it a context of the
+    class: that forward is the op here.
+    """
+
+    def found(kind: type, name: str) -> Any:
+        own = type.__getattribute__(kind, name)
+        if name != "forward" or _running or _is_torchs(kind) or not _replaced():
+            return own
+        return _op_as_forward(kind, own, applied)
+
+    with patched(FunctionMeta, "__getattribute__", found):
+        yield
+
+
+def _op_as_forward(kind: Any, own: Callable[..., Any], applied: Callable[..., Any]) -> Any:
+    """What torch calls for the `forward` of a Function, with gradients off."""
+
+    @wraps(own)
+    def forward(*args: Any) -> Any:
+        if kind.setup_context is not torch.autograd.Function.setup_context:
+            raise _refusal(kind, "is applied by a name that was given to its apply beforehand")
+        context, *given = args
+        if not isinstance(context, BackwardCFunction):  # the user calls it
+            return own(*args)
+        with _gradients_on() if context.next_functions else nullcontext():
+            results = applied(kind, _APPLY.__get__(None, kind), tuple(given), {})
+        several = results if isinstance(results, tuple) else (results,)
+        context.mark_non_differentiable(*(r for r in several if not r.requires_grad))
+        return results
+
+    return forward
+
+
+@contextmanager
+def _gradients_on() -> Iterator[None]:
+    """Within, gradients are on, as where the Function is applied; no mode sees how."""
+    with no_function_modes():
+        on = torch.set_grad_enabled(True)
+    try:
+        yield
+    finally:
+        with no_function_modes():
+            on.__exit__(None, None, None)
+
+
+def _is_torchs(kind: type) -> bool:
+    """Whether ops of a library run so, or a checkpoint holds its arguments so (torch 2.11)."""
+    return kind.__module__.startswith(("torch._", "torch.utils.checkpoint", "autopipe."))
 
 
 _APPLY = vars(torch.autograd.Function)["apply"]
@@ -125,9 +187,12 @@ _APPLY = vars(torch.autograd.Function)["apply"]
 def as_written() -> AbstractContextManager[object]:
     """Within, custom Functions apply themselves even under `as_ops`: a part of the model
     that runs as it is has them, and hooks on gradients, as its user wrote them."""
-    if vars(torch.autograd.Function)["apply"] is _APPLY:
-        return nullcontext()
-    return patched(torch.autograd.Function, "apply", _APPLY)
+    return patched(torch.autograd.Function, "apply", _APPLY) if _replaced() else nullcontext()
+
+
+def _replaced() -> bool:
+    """Whether a Function that is applied here is an op."""
+    return vars(torch.autograd.Function)["apply"] is not _APPLY
 
 
 def _draws(applied: _Applied, tensors: Sequence[Tensor]) -> bool:
