@@ -100,7 +100,8 @@ def measure(value: Any) -> Any:
     if isinstance(value, Rewindable):
         return len(value.values)
     if isinstance(value, tuple):
-        return tuple(map(measure, value)) if len(value) <= MOST else None
+        items = tuple.__getitem__(value, slice(None))  # a class may have no length of its own
+        return tuple(map(measure, items)) if len(items) <= MOST else None
     if (_is_array(value) and value.size <= MOST) or _is_number(value):
         return _nested(value.tolist()) if value.dtype.kind in "iuf" else None
     return None

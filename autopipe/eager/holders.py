@@ -211,12 +211,12 @@ def _inside(value: Any, *, shared: bool) -> MutableMapping[Any, Any] | None:
         if len(value) > MOST or (shared and type(value) not in CONTAINERS):
             return None
         return _Entries(value) if isinstance(value, dict) else _Items(value)
-    if isinstance(value, (*_PASSED, set, frozenset, Rewindable)):
-        return None
     if isinstance(value, tuple):
-        plain = len(value) > MOST or all(isinstance(item, _PLAIN) for item in value)
-        return None if plain else _Fixed(value)
-    if shared and _foreign(type(value).__module__) and not isinstance(value, _OF_PYTHON):
+        items = tuple.__getitem__(value, slice(None))  # a class may have no length of its own
+        plain = len(items) > MOST or all(isinstance(item, _PLAIN) for item in items)
+        return None if plain else _Fixed(items)
+    foreign = shared and _foreign(type(value).__module__) and not isinstance(value, _OF_PYTHON)
+    if foreign or isinstance(value, (*_PASSED, set, frozenset, Rewindable)):
         return None
     slots = [
         name

@@ -201,6 +201,13 @@ class Mapped(dict):
         raise RuntimeError("went through")
 
 
+class Endless(tuple):
+    """Raises if it is asked for its length, as the irreps of e3nn do."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
 TOUCHY, MAPPED, FULL = Touchy(), Mapped(a=1), list(range(100_000))
 
 
@@ -208,11 +215,14 @@ def test_no_code_of_the_users_runs_to_look_at_what_is_kept():
     """Nor is a long list looked through; that it has grown is seen."""
     model = built(Net)
     model.touchy, model.later, model.full = TOUCHY, SimpleNamespace(), FULL
+    model.endless = Endless([(8, [0])])
     with restoring(model) as changed:
         model.later.step = 1
         FULL.append(0)
-        assert {"later", "full"} <= {*changed()}
+        tuple.__getitem__(model.endless, 0)[1][0] = 1
+        assert {"later", "full", "endless"} <= {*changed()}
     assert not vars(model.later) and len(FULL) == 100_000
+    assert tuple.__getitem__(model.endless, 0) == (8, [0])
 
 
 def test_names_of_holders():
