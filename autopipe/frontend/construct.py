@@ -214,6 +214,8 @@ class _OnCPU(TorchFunctionMode):
         args = tuple(map(self._moved, args[:1] if func is torch.device else args))  # no index
         args = of_constructor(func, args) if self.wrong_tensors else args
         kwargs = {key: self._moved(arg) for key, arg in (kwargs or {}).items()}
+        if kwargs.get("generator", ...) is None:  # torch's own; the op given it takes no rows
+            del kwargs["generator"]
         if func is Tensor.cuda:
             return args[0]
         try:

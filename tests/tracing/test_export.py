@@ -247,3 +247,16 @@ def test_the_distances_of_24_points_and_those_of_48_are_computed_as_torch_does(r
     model, batch = Distances(), inputs(rows)
     found = staged_step(model, trace_model(model, inputs), batch, (), 1).losses
     assert torch.equal(found[0], model(**batch))
+
+
+class WithoutGenerator(Model):
+    def body(self, x, hidden):
+        how = {"device": x.device, "dtype": x.dtype, "layout": x.layout}
+        return hidden * torch.randn(hidden.shape, generator=None, **how)
+
+
+def test_a_generator_of_none_is_none():
+    """Bug: torch has another op where one is given, which takes no symbol for the rows; the sample
+    of a variational autoencoder ran as it is, and its whole forward with it."""
+    trace = trace_model(WithoutGenerator(), inputs)
+    assert not trace.regions and any(node.short == "randn" for node in trace.graph.nodes)
