@@ -167,10 +167,14 @@ def _deepest(error: Uncaptured, models: Sequence[nn.Module]) -> list[_Frame]:
     Args:
         models: the model, and others of the same modules that may have run in its place.
     """
-    paths = {id(module): path for model in models for path, module in model.named_modules()}
+    known = {
+        id(vars(module)): (path, module)
+        for model in models
+        for path, module in model.named_modules()
+    }
 
     def in_model(frames: Iterable[tuple[FrameType, int]]) -> list[_Frame]:
-        found = (_frame(frame, line, paths) for frame, line in frames)
+        found = (_frame(frame, line, known) for frame, line in frames)
         return [frame for frame in found if frame is not None]
 
     best = in_model((frame, frame.f_lineno) for frame in error.frames)
@@ -221,21 +225,29 @@ def _lines_of(error: Uncaptured, frames: Sequence[_Frame]) -> list[Site]:
     return list(dict.fromkeys(names))
 
 
-def _frame(frame: FrameType, line: int, paths: Mapping[int, str]) -> _Frame | None:
-    """A frame, if it runs a module's forward, a user's method or the loss."""
+def _frame(
+    frame: FrameType, line: int, known: Mapping[int, tuple[str, nn.Module]]
+) -> _Frame | None:
+    """A frame, if it runs a module's forward, a user's method or the loss.
+
+    Args:
+        known: the path and the module to the id of a module's attributes. Where a model has one
+            module in two places, export calls copies of its modules, which share the attributes.
+    """
     own_name, name = frame.f_code.co_varnames[:1], frame.f_code.co_name
     module: Any = frame.f_locals.get(own_name[0]) if own_name else None  # most write `self`
     if isinstance(module, LossCall):
         return _Frame(Site("", LOSS), LossCall, frame.f_code, line)
-    if not isinstance(module, nn.Module) or id(module) not in paths:
+    if not isinstance(module, nn.Module) or id(vars(module)) not in known:
         return None
+    path, module = known[id(vars(module))]
     owner = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
     if owner is None or not callable(vars(owner)[name]):
         return None
     torchs = owner.__module__.partition(".")[0] == "torch"
     if name != WHOLE and (torchs or name.startswith("__")):
         return None
-    return _Frame(Site(paths[id(module)], name), type(module), frame.f_code, line)
+    return _Frame(Site(path, name), type(module), frame.f_code, line)
 
 
 def _untraceable(model: nn.Module) -> dict[Site, str]:

@@ -7,7 +7,8 @@ from torch import nn
 import autopipe
 from tests.support.inprocess import machine
 from tests.support.long import chosen
-from tests.support.odd_models import built, unlike
+from tests.support.odd_models import built, inputs, square, unlike
+from tests.support.staged import trace_model
 
 
 class Views(nn.Module):
@@ -117,3 +118,36 @@ class Thirds(Views):
 def test_what_does_not_divide_is_refused_with_its_line():
     with pytest.raises(autopipe.errors.CaptureError, match="the number of rows is fixed here"):
         unlike(built(Thirds))
+
+
+class Shapes(nn.Module):
+    """Shapes are read as plain integers, as einx reads them."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.layer = norm, nn.Linear(8, 8)
+
+    def forward(self, hidden):
+        rows, width = (int(size) for size in hidden.shape)
+        halves = self.layer(self.norm(hidden)).reshape(rows, 2, width // 2)
+        return hidden + halves.flip(1).reshape(rows, width)
+
+
+class OneNormForAll(nn.Module):
+    """Two layers have the same norm, so that export calls a copy of each module."""
+
+    def __init__(self):
+        super().__init__()
+        norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.layers = nn.Sequential(Shapes(norm), Shapes(norm))
+
+    def forward(self, x):
+        return self.down(self.layers(self.up(x)))
+
+
+def test_calls_around_a_line_are_found_beside_a_module_in_two_places():
+    """Bug: refused, for no call of a module was seen around the line that fixes the rows."""
+    first, second = trace_model(built(OneNormForAll), inputs, square).regions
+    assert (first.name, second.name) == ("layers.0", "layers.1")
+    assert unlike(built(OneNormForAll), cuts=(1,)) == []
