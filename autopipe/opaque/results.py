@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -67,6 +68,12 @@ def as_measured(region: Region, output: Any, tensors: Sequence[Tensor], rows: in
         )
     shapes = [tuple(at_rows(size, rows) for size in result.shape) for result in region.results]
     tree = to_text(parts_of(output, found))
+    if (unlike := _unlike(tree, region.gives)) is not None:
+        raise ModelError(
+            f"{_subject(region)} gives {unlike[0]!r} beside its tensors in this micro-batch, and "
+            f"{unlike[1]!r} when it was planned: what follows was traced with it",
+            hint="give a tensor instead of the number, or let the same method hold what reads it",
+        )
     if tree != region.gives or [tuple(tensor.shape) for tensor in found] != shapes:
         raise ModelError(
             f"{_subject(region)} gives {_shown(found)} in this micro-batch, and {shapes} when it "
@@ -79,6 +86,24 @@ def as_measured(region: Region, output: Any, tensors: Sequence[Tensor], rows: in
         results.append(_fitting(region, tensor, result, tensors, taken))
         taken.add(storage_key(results[-1]))
     return results
+
+
+def _unlike(found: str, planned: str) -> tuple[Any, Any] | None:
+    """The first plain values that differ in two trees of one structure, or None."""
+    values, known = (list(_values(json.loads(text))) for text in (found, planned))
+    if [path for path, _ in values] != [path for path, _ in known]:
+        return None
+    pairs = ((value, other) for (_, value), (_, other) in zip(values, known, strict=True))
+    return next((pair for pair in pairs if repr(pair[0]) != repr(pair[1])), None)
+
+
+def _values(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The plain values of a tree that was read from JSON, each with its path."""
+    if not isinstance(tree, dict | list):
+        yield path, tree
+        return
+    for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from _values(item, f"{path}.{key}")
 
 
 def _fitting(

@@ -16,6 +16,7 @@ from autopipe.ir.dataflow import analyse, is_random
 from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import BATCH, REGION_OP
 from autopipe.ir.op_costs import costs
+from autopipe.opaque.results import as_measured
 from autopipe.stages.dry_run import rehearse
 from autopipe.stages.saved_storages import SavedStorages
 from autopipe.tracing.trace import trace
@@ -442,6 +443,26 @@ def test_a_part_may_give_an_object_of_fields():
     """
     assert regions_of(PassesAnObject) == ["middle"]
     assert unlike_whole_or_cut(built(PassesAnObject), cuts=["relu/1"]) == []
+
+
+class GivesANumber(Net):
+    """Cuts rows at the last place that any of them has, and says where."""
+
+    def inside(self, hidden):
+        hidden, count = self.cut(self.middle(hidden))
+        return hidden * count
+
+    def cut(self, hidden):
+        chosen = hidden[hidden.sum(1) > -1e9]
+        return hidden + chosen.sum(), int((hidden.abs() < 1e9).sum() > 0)
+
+
+def test_a_number_that_is_another_one_than_planned_is_shown():
+    """Bug: "gives [(2, 8)] in this micro-batch, and [(2, 8)] when it was planned"."""
+    (region,) = trace_model(built(GivesANumber), inputs, square).regions
+    assert region.method == "cut"
+    with pytest.raises(ModelError, match="gives 0 beside its tensors .* and 1 when it was planned"):
+        as_measured(region, (torch.zeros(2, 8), 0), [], 2)
 
 
 class Noisy(Net):
