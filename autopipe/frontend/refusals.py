@@ -196,8 +196,8 @@ def fixed_rows(place: str, frames: Sequence[FrameType]) -> RowsFixed:
     return RowsFixed(
         f"{place + ': t' if place else 't'}he number of rows is fixed here, so what is traced with "
         "two rows does not hold for the rows of every micro-batch",
-        hint="take the rows from x.shape[0], not from a number, as in view(2, -1); "
-        "no branch may depend on them",
+        hint="take the rows from x.shape[0], not from a number, as in view(2, -1), nor as "
+        "int(x.shape[0]); no branch may depend on them",
         frames=frames,
     )
 

@@ -143,9 +143,9 @@ def test_rows_that_are_fixed_in_forward_are_refused_with_the_line(kind, capfd):
     assert str(error.value) == (
         f"{__file__}:{line}: the number of rows is fixed here, so what is traced with two rows "
         "does not hold for the rows of every micro-batch\n"
-        "hint: take the rows from x.shape[0], not from a number, as in view(2, -1); "
-        "no branch may depend on them; or move these lines to a method, or to a module, that takes "
-        "tensors and gives tensors of fixed sizes: it then runs as it is"
+        "hint: take the rows from x.shape[0], not from a number, as in view(2, -1), nor as "
+        "int(x.shape[0]); no branch may depend on them; or move these lines to a method, or "
+        "to a module, that takes tensors and gives tensors of fixed sizes: it then runs as it is"
     )
     assert capfd.readouterr() == ("", ""), "torch's own log stays silent"
 
