@@ -199,21 +199,25 @@ def _value(read: Read | None) -> str:
 
 
 @contextmanager
-def other_draws(share: float | None) -> Iterator[None]:
+def other_draws(seed: int, share: float | None) -> Iterator[None]:
     """Within, torch draws from another seed.
 
     Args:
+        seed: the seed. Several are tried: of a few layers that are left out with a chance of 0.1
+            each, one seed may leave out none.
         share: where single numbers lie between the least (0) and the most (near 1) that may be
             drawn: a hundred seeds may all take one side of `if torch.rand(()) < 0.01:`. None: as
             the seed gives them.
     """
     with torch.random.fork_rng(devices=[]), nullcontext() if share is None else _Drawn(share):
-        torch.manual_seed(1)
+        torch.manual_seed(seed)
         yield
 
 
-DRAWS = None, 0.0, 1 - 2**-24
-"""The shares that `other_draws` is called with: another seed alone, the least, the most."""
+Draws = tuple[int, float | None]
+
+DRAWS: tuple[Draws, ...] = *((seed, None) for seed in range(1, 6)), (1, 0.0), (1, 1 - 2**-24)
+"""What `other_draws` is called with: other seeds alone, the least, the most."""
 
 
 class _Drawn(TorchFunctionMode):
@@ -228,12 +232,22 @@ class _Drawn(TorchFunctionMode):
             return result
         if func is torch.bernoulli:
             return (self._share < args[0]).to(result.dtype).view_as(result)
+        if func is Tensor.bernoulli_:
+            chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            return result.fill_(bool(self._share < chance))
+        if func is Tensor.uniform_:
+            low = args[1] if len(args) > 1 else 0
+            high = args[2] if len(args) > 2 else kwargs.get("to", 1)
+            return result.fill_(low + self._share * (high - low))
         ends = [arg for arg in (*args, *map(kwargs.get, ("low", "high"))) if isinstance(arg, int)]
         low, high = (ends if len(ends) > 1 else [0, *ends]) if func is torch.randint else (0, 1)
         return result.fill_(low + self._share * (high - low))  # integers round down
 
 
-_DRAWING = torch.rand, torch.rand_like, torch.randint, torch.bernoulli
+_DRAWING = (
+    *(torch.rand, torch.rand_like, torch.randint, torch.bernoulli),
+    *(Tensor.bernoulli_, Tensor.uniform_),
+)
 
 
 class Noted(TorchFunctionMode):

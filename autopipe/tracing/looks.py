@@ -162,10 +162,10 @@ class _Look:
 
     def _check_draws(self, found: Sequence[Read], taint: Taint) -> None:
         """Refuse reads that give other values with other random numbers."""
-        for most in second_run.DRAWS:
+        for seed, most in second_run.DRAWS:
             held = partial(record, expected=found, unlike=second_run.of_other_draws, taint=taint)
             try:
-                with second_run.other_draws(most):
+                with second_run.other_draws(seed, most):
                     held(self.run, self.run, numbers=self.numbers)
             except (DrawnBranch, ReadsParameter):
                 raise

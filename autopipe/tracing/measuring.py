@@ -76,7 +76,7 @@ class Measuring:
                 negated,
             )
         )
-        drawn = [self._run(eager, self.leaves, most) for most in second_run.DRAWS]
+        drawn = [self._run(eager, self.leaves, draws) for draws in second_run.DRAWS]
         runs = Runs(rows, first, twice, others, drawn)
         with (
             restoring(model),
@@ -121,13 +121,13 @@ class Measuring:
 
     @contextmanager
     def _run(
-        self, eager: Program, leaves: Mapping[str, Any], *draws: float | None
+        self, eager: Program, leaves: Mapping[str, Any], *draws: second_run.Draws
     ) -> Iterator[Callable[[], object]]:
         with ExitStack() as until:
             until.enter_context(restoring(*eager.parts))
             until.enter_context(torch.random.fork_rng(devices=[]))
-            for most in draws:
-                until.enter_context(second_run.other_draws(most))
+            for draw in draws:
+                until.enter_context(second_run.other_draws(*draw))
             yield partial(self._once, eager, leaves)
 
     def _once(self, eager: Program, leaves: Mapping[str, Any]) -> Any:

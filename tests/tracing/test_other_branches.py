@@ -333,6 +333,37 @@ def test_a_number_that_is_seldom_drawn_is_known_while_planning():
     assert region.method.startswith("inside") and region.random
 
 
+class DropsOfAList(Net):
+    """CaiT draws a number for each of its layers at once, before the loop."""
+
+    def begin(self):
+        self.middle = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def inside(self, hidden):
+        dropped = torch.zeros(3).uniform_(0.0, 1.0) < 0.1
+        for layer in (layer for layer, drop in zip(self.middle, dropped, strict=True) if not drop):
+            hidden = hidden + layer(hidden).tanh()
+        return hidden
+
+
+class DropsInPlace(Net):
+    """Draws into a tensor of its own, and seldom less than it asks for."""
+
+    def inside(self, hidden):
+        if torch.empty(1).uniform_() < 0.003 or torch.empty(1).bernoulli_(0.999) == 0:
+            return hidden
+        return self.middle(hidden)
+
+
+@pytest.mark.parametrize("kind", [DropsOfAList, DropsInPlace])
+def test_what_is_drawn_in_place_is_known_while_planning(kind):
+    """Bug: a run ended at the first micro-batch that left out a layer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)  # no layer is left out in the first run
+        (region,) = trace_model(built(kind), inputs, square).regions
+    assert region.method.startswith("inside") and region.random
+
+
 class ReadsADraw(Net):
     """As LayerDrop does, of one layer."""
 
