@@ -100,7 +100,13 @@ def check_read(tensor: Tensor, kind: str, value: Any, place: str) -> None:
 
 
 def under_autocast(
-    device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
+    device_type: str,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    op: Any,
+    /,  # an op has a dtype of its own: `torch.arange(n, dtype=torch.float32)`
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """An op under the autocast that the model itself had around it (`autocast_of_model`)."""
     with autocast_of_model(device_type, dtype, enabled, args):
@@ -113,6 +119,7 @@ def draw_under_autocast(
     enabled: bool,
     op: Any,
     node: str,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -121,7 +128,13 @@ def draw_under_autocast(
 
 
 def opaque_under_autocast(
-    device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
+    device_type: str,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    op: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """`opaque_ops.run` under the autocast that the model had around the op."""
     run = partial(run_opaque, op)

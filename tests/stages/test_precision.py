@@ -27,6 +27,7 @@ from autopipe.stages.precision import (
     wide_statistics,
 )
 from tests.support.long import chosen
+from tests.support.odd_models import Net, built, unlike_whole_or_cut
 from tests.support.staged import first, micro_batches, split, trace_model, traced
 from tests.support.zoo import ZOO
 
@@ -371,3 +372,18 @@ class Lowest(nn.Module):
 
     def forward(self, x):
         return self.inner(x.bfloat16())
+
+
+class Places(Net):
+    """Rotary positions, in fp32 whatever is around them; `arange` and `softmax` have a dtype."""
+
+    def inside(self, hidden):
+        with torch.autocast("cpu", enabled=False):
+            place = torch.arange(hidden.shape[1], dtype=torch.float32)
+            share = torch.softmax(hidden, 1, dtype=torch.float32)
+        return self.middle(hidden) * place.cos() + share
+
+
+def test_an_op_with_a_dtype_of_its_own_under_an_autocast_of_the_model():
+    """Bug: TypeError: under_autocast() got multiple values for argument 'dtype'."""
+    assert unlike_whole_or_cut(built(Places), cuts=["relu/1"]) == []
