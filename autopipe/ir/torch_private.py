@@ -11,6 +11,7 @@
 * a tensor's `_version`, which counts writes to it, and `_base`, what it is a view of;
 * `tree_map` (torch.utils._pytree), to cast the tensors in whatever a model takes and gives;
 * a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones;
+* the Python function that `torch.jit.script` has compiled, for a trace to follow;
 * whether a tensor belongs to a transform of `torch.func`, which no public function tells;
 * hooks on gradients, to see that there are any, and the weights that an RNN lists, to lend others:
   `torch.func.functional_call` takes them back before a checkpoint's backward runs it once more.
@@ -69,6 +70,7 @@ __all__ = [
     "no_saved_tensors_hooks",
     "outside_fake_mode",
     "quiet",
+    "scripted_from",
     "share_members",
     "sparse_argument",
     "storage_key",
@@ -202,13 +204,8 @@ def formal_arguments(op: Any) -> Mapping[str, Any]:
 def writes(op: Any) -> tuple[int, ...]:
     """Positions of the arguments that an op writes in place; empty if `op` is no torch op."""
     schema = getattr(op, "_schema", None)
-    if schema is None:
-        return ()
-    return tuple(
-        position
-        for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+    aliases = [] if schema is None else [argument.alias_info for argument in schema.arguments]
+    return tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
 
 
 @cache
@@ -230,9 +227,14 @@ def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 @cache
 def sparse_argument(op: Any) -> int | None:
     """The position of an op's argument `sparse` (of an embedding); None: it has none."""
-    schema = getattr(op, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    names = [*formal_arguments(op)] if hasattr(op, "_schema") else []
     return names.index("sparse") if "sparse" in names else None
+
+
+def scripted_from(function: torch.jit.ScriptFunction[Any, Any]) -> Callable[..., Any] | None:
+    """The Python function that torch.jit has scripted; None: it has traced one on an example."""
+    attributes = vars(function)  # only a scripted one is given a name
+    return attributes["_torchdynamo_inline"] if "__name__" in attributes else None
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -314,10 +316,7 @@ def constructing() -> Iterator[None]:
     def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor if is_fake(tensor) else draw(tensor, *args, **kwargs)
 
-    with (
-        patched(nn.Module, "_apply", convert),
-        patched(nn.init, "_no_grad_trunc_normal_", drawn),
-    ):
+    with patched(nn.Module, "_apply", convert), patched(nn.init, "_no_grad_trunc_normal_", drawn):
         yield
 
 

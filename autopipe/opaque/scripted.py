@@ -5,16 +5,19 @@
                       which it puts into the compiled code for each call
 
 Compiled code has no Python that a trace could follow, so a `Scripted` always runs as it is
-(`search`).
+(`search`). A function that is compiled has no tensors of its own, and runs op by op in a trace
+(`functions_op_by_op`).
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +25,11 @@ from torch import Tensor, nn
 from autopipe.errors import CaptureError, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.tensors import tensors_in
-from autopipe.ir.torch_private import is_fake
+from autopipe.ir.torch_patches import patched
+from autopipe.ir.torch_private import is_fake, scripted_from
+
+Compiled: TypeAlias = "torch.jit.ScriptFunction[Any, Any]"
+"""A function that torch.jit has scripted, or traced on an example."""
 
 _AS_IT_WAS = "use the module that it was made from"
 
@@ -55,6 +62,36 @@ def plain(model: nn.Module) -> nn.Module:
         _check(path, part)
         memo[id(part)] = Scripted(part, Code.of(part), known)
     return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def functions_op_by_op() -> Iterator[None]:
+    """Within, a function that torch.jit has compiled runs as a trace can follow it.
+
+    A scripted one runs as the Python that it was made from. One that was traced on an example may
+    compute otherwise than its Python, so its own ops run. After a few calls torch.jit runs a graph
+    of its own for either, whose backward no trace sees: gradients would be lost.
+    """
+    fresh: dict[int, tuple[Compiled, Callable[..., Any]]] = {}
+
+    def call(function: Compiled, *args: Any, **kwargs: Any) -> Any:
+        python = scripted_from(function)
+        if python is not None:
+            return python(*args, **kwargs)
+        if id(function) not in fresh:  # a copy has not been called yet
+            fresh[id(function)] = function, _copied(function)
+        return fresh[id(function)][1](*args, **kwargs)
+
+    unoptimized = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
+    with patched(torch.jit.ScriptFunction, "__call__", call), unoptimized:
+        yield
+
+
+def _copied(function: Compiled) -> Callable[..., Any]:
+    module = torch.jit.load(  # type: ignore[no-untyped-call]
+        io.BytesIO(function.save_to_buffer(_extra_files={}))
+    )
+    return cast(Callable[..., Any], module.forward)
 
 
 def _outermost(model: nn.Module, path: str = "") -> Iterator[tuple[str, torch.jit.ScriptModule]]:

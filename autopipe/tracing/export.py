@@ -38,7 +38,7 @@ from autopipe.ir.torch_patches import (
     one_process,
 )
 from autopipe.ir.torch_private import expression, quiet
-from autopipe.opaque import branches, packed
+from autopipe.opaque import branches, packed, scripted
 from autopipe.opaque.regions import Running, as_ops
 from autopipe.opaque.sites import with_loss
 from autopipe.planfile.parts import InputSpec, Read
@@ -140,6 +140,7 @@ class Program(nn.Module):
             refused_modes.refused(),
             branches.as_ops(self.model),
             packed.as_ops(),
+            scripted.functions_op_by_op(),
             self._as_registered() if self.held_twice else nullcontext(),
         ):
             try:

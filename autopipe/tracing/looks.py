@@ -29,6 +29,7 @@ from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import patched
 from autopipe.ir.torch_private import DynamicOutputShapeException, FakeTensor, quiet
+from autopipe.opaque.scripted import functions_op_by_op
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.export import Program, tensors_of
 from autopipe.tracing.low_precision import parameters_in
@@ -88,9 +89,7 @@ def glance(
 
 @contextmanager
 def _surroundings() -> Iterator[None]:
-    # TorchScript optimizes a function in its second call, which makes other ops of it.
-    scripted = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-    with eager_branches(), libraries_hushed(heard=True), seeds.known(), scripted:
+    with eager_branches(), libraries_hushed(heard=True), seeds.known(), functions_op_by_op():
         yield
 
 

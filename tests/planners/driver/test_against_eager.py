@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from autopipe.frontend.refused_effects import on_every_rank
 from torch import nn
 
 import autopipe
 from autopipe.errors import CaptureError, ModelError
+from autopipe.frontend.refusals import on_every_rank
 from autopipe.planners.driver import against_eager
 from autopipe.planners.driver.outcomes import Outcome, compare
 from tests.support.inprocess import machine
