@@ -123,6 +123,18 @@ def on_every_rank(error: Exception, *, cpu: bool = False) -> ModelError | None:
     return None
 
 
+def on_later_rows(error: Exception) -> ModelError:
+    """The error for a model that takes the first rows of a batch by themselves, and fails on the
+    next rows by themselves, from its exception there."""
+    return ModelError(
+        f"{_at(error)}on rows 2 and 3 of a batch by themselves the model raises {_message(error)}; "
+        "on rows 0 and 1 it does not. Each micro-batch is computed by itself",
+        hint="the batch may number its own rows, as the offsets of an EmbeddingBag do: let each "
+        "row stand by itself, as indices of two dims do; --micro-batches 1 --dp 1 leaves the batch "
+        "whole",
+    )
+
+
 def fails_by_itself(error: Exception) -> ModelError:
     """The error for a model that plain PyTorch cannot train on a batch, from its exception."""
     return on_every_rank(error, cpu=True) or ModelError(

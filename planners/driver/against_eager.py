@@ -15,7 +15,6 @@ than its first (`Trace.unsteady`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch, unwritten
 from autopipe.frontend.quiet import libraries_hushed
-from autopipe.frontend.refusals import on_every_rank, reason
+from autopipe.frontend.refusals import on_every_rank, on_later_rows, reason
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse, is_random, written_parameters
@@ -38,9 +37,16 @@ from autopipe.ir.graph import Graph, at_batch
 from autopipe.ir.op_costs import costs
 from autopipe.ir.partition import partition
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake
+from autopipe.planfile.contents import BATCH
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.driver.arguments import ROWS, on_gpus, two_batches
-from autopipe.planners.driver.outcomes import TOLERANCE, Outcome, compare, compare_ahead
+from autopipe.planners.driver.outcomes import (
+    TOLERANCE,
+    Outcome,
+    Weights,
+    compare,
+    compare_ahead,
+)
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower
 from autopipe.tracing.export import Program
@@ -148,6 +154,8 @@ def _outcomes(
         except Exception as error:  # whatever the model's own code raises
             if refused := on_every_rank(error, cpu=not on_gpus(request.cluster)):
                 raise refused from error
+            if not _whole_batch(request) and _fails_on_later_rows(run, model, batches):
+                raise on_later_rows(error) from error
             say(f"the graph is not compared with the model, which raises {reason(error)}")
             return None
         ahead = _far_ahead(program, run, batches, weights) if traced.unsteady else {}
@@ -162,6 +170,24 @@ def _outcomes(
             ) from error
         say(f"the graph is compared with the model in one micro-batch alone: {why}")
         return eager, _of_graph(traced, model, before, batches[:1], weights), ahead
+
+
+def _whole_batch(request: PlanRequest) -> bool:
+    """Whether the model or its loss gets all rows of a batch at once."""
+    asked = request.constraints
+    return asked.dp == asked.micro_batches == 1 or request.loss_over == BATCH
+
+
+def _fails_on_later_rows(run: _Runnable, model: nn.Module, batches: Sequence[Any]) -> bool:
+    """Whether the rows of the second micro-batch alone make the model fail, as those of the first
+    do not, with the same weights."""
+    failed = []
+    for rows in batches:
+        try:
+            _outcome(run, model, [rows], Weights(model))
+        except Exception:  # whatever the model's own code raises
+            failed.append(rows)
+    return len(batches) > 1 and failed == batches[1:]
 
 
 def _dense_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -202,33 +228,6 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             put(model, buffers)
             for parameter, value in before:
                 parameter.detach().copy_(value)
-
-
-class Weights:
-    """The trained parameters of a model, in each of its micro-batches."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._own = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._of_each = [{name: p.detach().clone() for name, p in self._own.items()}]
-
-    @torch.no_grad()
-    def move(self, number: int, gradients: Mapping[str, Tensor | None]) -> None:
-        """Let the model have those of a micro-batch; `gradients` are those of the one before."""
-        if number == len(self._of_each):
-            self._of_each.append(
-                {name: _stepped(p, gradients.get(name)) for name, p in self._own.items()}
-            )
-        for name, p in self._own.items():
-            p.copy_(self._of_each[number][name])
-
-
-def _stepped(weight: Tensor, gradient: Tensor | None) -> Tensor:
-    """A weight after a step of an optimizer, by a quarter of its largest entry."""
-    largest = 0.0 if gradient is None or not gradient.numel() else float(gradient.abs().max())
-    if gradient is None or not 0 < largest < math.inf:
-        return weight.detach().clone()
-    distance = 0.25 * (float(weight.abs().max()) or 1.0)
-    return weight.detach() - (distance / largest * gradient).to(weight.dtype)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopipe.errors import CaptureError
 from autopipe.ir.graph import Graph, State
@@ -36,6 +36,33 @@ class Outcome:
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     kept: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+class Weights:
+    """The trained parameters of a model, in each of its micro-batches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._of_each = [{name: p.detach().clone() for name, p in self._own.items()}]
+
+    @torch.no_grad()
+    def move(self, number: int, gradients: Mapping[str, Tensor | None]) -> None:
+        """Let the model have those of a micro-batch; `gradients` are those of the one before."""
+        if number == len(self._of_each):
+            self._of_each.append(
+                {name: _stepped(p, gradients.get(name)) for name, p in self._own.items()}
+            )
+        for name, p in self._own.items():
+            p.copy_(self._of_each[number][name])
+
+
+def _stepped(weight: Tensor, gradient: Tensor | None) -> Tensor:
+    """A weight after a step of an optimizer, by a quarter of its largest entry."""
+    largest = 0.0 if gradient is None or not gradient.numel() else float(gradient.abs().max())
+    if gradient is None or not 0 < largest < math.inf:
+        return weight.detach().clone()
+    distance = 0.25 * (float(weight.abs().max()) or 1.0)
+    return weight.detach() - (distance / largest * gradient).to(weight.dtype)
 
 
 def compare(traced: Trace, eager: Outcome, of_graph: Outcome, tolerance: float) -> None:

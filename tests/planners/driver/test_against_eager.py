@@ -445,6 +445,39 @@ def test_edges_that_number_the_rows_of_a_batch_are_told_of():
     assert "give each graph as a row, and number its nodes from 0" in refused.value.hint
 
 
+class Bags(nn.Module):
+    """A row has two words of a flat list; `begins` says where the words of each row begin."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(8, 4, mode="sum")
+
+    def forward(self, begins, words):
+        return self.bag(words, begins)
+
+
+def test_rows_that_the_model_does_not_take_by_themselves_are_refused():
+    """Bug: planned with a line, and the first rank's second micro-batch failed."""
+
+    def bags(rows):
+        return {"begins": 2 * torch.arange(rows), "words": torch.arange(2 * rows) % 8}
+
+    plan = partial(
+        autopipe.plan, Bags, bags, loss=lambda outputs, batch: outputs.mean(), batch_size=4
+    )
+    with pytest.raises(ModelError) as refused:
+        plan(cluster=machine(1))
+    assert (
+        "on rows 2 and 3 of a batch by themselves the model raises RuntimeError: offsets[0] has "
+        "to be 0"
+    ) in refused.value.message
+    assert "on rows 0 and 1 it does not" in refused.value.message
+    assert "as the offsets of an EmbeddingBag do" in refused.value.hint
+    said = []
+    plan(cluster=machine(1), dp=1, micro_batches=1, say=said.append)
+    assert said[0].startswith("the graph is not compared with the model, which raises")
+
+
 def test_dtypes_that_do_not_go_together_are_refused():
     """Bug: planned with a line, as tensors without memory are multiplied whatever their dtypes."""
     with pytest.raises(ModelError) as refused:
