@@ -17,6 +17,10 @@ lists still hold the old ones. When torch is called, the old one is replaced by 
     frozen = copy.deepcopy(self.layer).requires_grad_(False)      forward reads its values
 
 A copy that forward makes is no parameter of the model: an optimizer never sees it.
+
+    self.experts[0].to(x.device)                    the expert is there already
+
+Such a call changes nothing, though it sets each parameter's data.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -138,3 +143,32 @@ class AsRegistered(TorchFunctionMode):
 
     def _of_now(self, leaf: Any) -> Any:
         return self._now.get(id(leaf), leaf) if isinstance(leaf, nn.Parameter) else leaf
+
+
+@contextmanager
+def leaving_modules_alone() -> Iterator[None]:
+    """Within, `module.to(...)` does nothing where the module is of that dtype, or there, already.
+
+    Models call it in forward (switch, nllb: the router in fp32; experts: to where x is). It sets
+    each parameter's data and reads its gradient even then, and no trace can have either.
+    """
+    to = nn.Module.to
+
+    def to_another(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        asked = [a for a in (*args, *kwargs.values()) if not isinstance(a, bool | None)]
+        return self if all(_is_already(self, a) for a in asked) else to(self, *args, **kwargs)
+
+    with patched(nn.Module, "to", to_another):
+        yield
+
+
+def _is_already(module: nn.Module, asked: Any) -> bool:
+    """Whether `module.to(asked)` changes nothing: a dtype, a device, or a tensor that has both."""
+    if isinstance(asked, Tensor):
+        return _is_already(module, asked.dtype) and _is_already(module, asked.device)
+    tensors = [*module.parameters(), *module.buffers()]
+    if isinstance(asked, torch.dtype):
+        return {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()} <= {asked}
+    if isinstance(asked, str | int | torch.device):
+        return {t.device for t in tensors} <= {torch.device(asked)}
+    return False  # a memory format

@@ -4,7 +4,6 @@
     seeing_saved_tensors_hooks   saved_tensors_hooks           where a checkpoint begins and ends
     watching_attributes          nn.Module's attribute access  what a module's code reads
     seeing_sets                  nn.Module's __setattr__       what forward sets in a module
-    leaving_modules_alone        nn.Module.to                  where it changes nothing
     averaging_by_tensors         forward of batch norms        with momentum=None
     counting_rows                Python's len                  of a tensor is a symbol in a trace
     one_process                  distributed.is_initialized    ranks trace what was planned
@@ -133,27 +132,6 @@ def seeing_sets(noted: Callable[[nn.Module, str], None]) -> Iterator[None]:
         noted(self, name)
 
     with patched(nn.Module, "__setattr__", changing):
-        yield
-
-
-@contextmanager
-def leaving_modules_alone() -> Iterator[None]:
-    """Within, `module.to(dtype)` does nothing where all of the module is of that dtype already.
-
-    Models call it in forward (switch, nllb: the router in fp32). It sets each parameter's data
-    and reads its gradient even then, and no trace can have either.
-    """
-    to = nn.Module.to
-
-    def to_dtype(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        (dtype,) = args if len(args) == 1 and not kwargs else (kwargs.get("dtype"),)
-        tensors = [*self.parameters(), *self.buffers()]
-        floats = {t.dtype for t in tensors if t.is_floating_point()}
-        if isinstance(dtype, torch.dtype) and len(args) + len(kwargs) == 1 and floats <= {dtype}:
-            return self
-        return to(self, *args, **kwargs)
-
-    with patched(nn.Module, "to", to_dtype):
         yield
 
 

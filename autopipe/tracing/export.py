@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from autopipe.eager import assigned_buffers, refused_effects, refused_modes
 from autopipe.eager.holders import Part
 from autopipe.eager.kept import left_by, restoring
-from autopipe.eager.registered import AsRegistered, copies_are_values
+from autopipe.eager.registered import AsRegistered, copies_are_values, leaving_modules_alone
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import refusals, user_lines
@@ -33,7 +33,6 @@ from autopipe.ir.torch_patches import (
     averaging_by_tensors,
     counting_rows,
     inference_without_gradients,
-    leaving_modules_alone,
     not_compiling,
     one_process,
 )

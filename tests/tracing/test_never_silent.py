@@ -72,6 +72,14 @@ class RoutedIn(Net):
         return self.middle.to(hidden.dtype)(hidden)
 
 
+class BroughtIn(Net):
+    """Bug: refused as if it read a gradient. Mixtures bring their chosen experts to where x is."""
+
+    def inside(self, hidden):
+        self.middle.to(hidden.device)
+        return self.middle.to(hidden).to(device=hidden.device, non_blocking=True)(hidden)
+
+
 class ReadsData(Net):
     """As I-BERT has it: the range of its activations, without a gradient."""
 
@@ -127,14 +135,23 @@ class InAPart(OnATensor):
         return super().inside(hidden) + chosen.sum()
 
 
-MAY = [Cumulative, RoutedIn, ReadsData, WritesData, MovesItsWeight, MovesItInAPart, CastsByWord]
+MAY = [
+    Cumulative,
+    RoutedIn,
+    BroughtIn,
+    ReadsData,
+    WritesData,
+    MovesItsWeight,
+    MovesItInAPart,
+    CastsByWord,
+]
 
 
 @pytest.mark.parametrize(
     "kind",
     chosen(
         [*MAY, OnATensor, InAPart],
-        now=(RoutedIn, ReadsData, WritesData, MovesItsWeight, CastsByWord, OnATensor, InAPart),
+        now=(BroughtIn, ReadsData, WritesData, MovesItsWeight, CastsByWord, OnATensor, InAPart),
     ),
 )
 def test_what_python_does_in_forward_is_done_by_tensors_or_left_out(kind):
