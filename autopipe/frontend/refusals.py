@@ -184,6 +184,13 @@ def in_a_trace(error: Exception, loss: Callable[..., Any] | None) -> CaptureErro
             hint="nn.ModuleList, nn.ModuleDict, nn.ParameterList and register_buffer make them the "
             "model's",
         )
+    hidden = _HIDDEN.match(str(error))
+    if hidden is not None:
+        return CaptureError(
+            f"the model has a module {hidden[1]!r}, whose name is that of a method of nn.Module: "
+            "torch.export finds the method there",
+            hint="give the module another name",
+        )
     whose = "loss(outputs, batch)" if _passes(error, loss) else "the model"
     return Uncaptured(
         f"{_at(error)}{whose} cannot be captured: {_message(error)}",
@@ -192,6 +199,9 @@ def in_a_trace(error: Exception, loss: Callable[..., Any] | None) -> CaptureErro
         lines=True,
     )
 
+
+_HIDDEN = re.compile(r"submodule `model\.([\w.]+)`: <bound method ")
+"""What torch says of a module that an attribute of its class hides."""
 
 _OUTSIDE = re.compile(r"a fake tensor in the exported program const.* attribute: ([\w.]+)\.", re.S)
 """What export says of a constant that has no values."""

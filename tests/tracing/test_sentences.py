@@ -34,6 +34,20 @@ def test_a_module_in_a_plain_list_is_named_as_the_cause():
     assert "nn.ModuleList" in said
 
 
+class NamedAsAMethod(Net):
+    """As a well-known N-BEATS has its parameters."""
+
+    def begin(self):
+        self.parameters = nn.ParameterList(nn.Module.parameters(self))
+
+
+def test_a_module_that_a_method_hides_is_named_as_the_cause():
+    """Bug: "the model cannot be captured: TypeError", and a hint about tensors without values."""
+    said = refusal(lambda: built(NamedAsAMethod))
+    assert "the model has a module 'parameters', whose name is that of a method" in said
+    assert "give the module another name" in said
+
+
 class FromBank(Net):
     """A layer's weight is computed when the model is built, from a parameter."""
 
