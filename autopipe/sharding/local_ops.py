@@ -97,8 +97,9 @@ def _sizes(rewriting: Rewriting) -> Node:
     )
 
 
-@_rewrite("unflatten", "flatten")
+@_rewrite("unflatten", "flatten", "squeeze")
 def _reshape(rewriting: Rewriting) -> Node:
+    """Of a dim of two a rank may have one, which `squeeze` would take for a dim of one."""
     return replace(_sizes(rewriting), op="aten.reshape.default")
 
 

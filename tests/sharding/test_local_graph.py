@@ -83,6 +83,34 @@ def test_a_vocabulary_of_127(ranks: int) -> None:
     agrees(trace, model, words(2), found, 2)
 
 
+class TwoHeads(nn.Module):
+    """[b, 6, 8] -> [b, 6, 8]; squeeze() is meant for the last dim, and a rank has one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.out = nn.Linear(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys = (
+            part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.queries, self.keys)
+        )
+        scores = (queries * keys).sum(-1, keepdim=True).squeeze()
+        return self.out(scores.tanh().transpose(1, 2))
+
+
+def test_a_dim_of_which_a_rank_has_one_is_not_squeezed() -> None:
+    """Bug: the heads' dim was gone on each rank; IndexError, where later ops named dims."""
+    torch.manual_seed(0)
+    model = TwoHeads()
+    trace = trace_model(
+        model, lambda rows: {"x": torch.randn(rows, 6, 8)}, lambda made, batch: made.square().mean()
+    )
+    found = shard(analyse(trace.graph), (), axis(2), 2)
+    assert found.states["queries.weight"].sharded
+    agrees(trace, model, {"x": torch.randn(2, 6, 8)}, found, 2)
+
+
 @pytest.mark.parametrize("name", chosen(("llama", "gpt", "gpt2", "t5"), now=("llama",)))
 def test_models_of_the_zoo(name: str) -> None:
     """With four ranks llama has fewer heads of keys and values, two, than there are ranks."""
