@@ -146,10 +146,10 @@ _WRITES_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stat
 def written_by(node: Node) -> list[Value]:
     """The values that a node writes in place, running statistics among them."""
     names = written_arguments(resolve(node.op), node.args, node.kwargs)
-    return [*values_in(tuple(names)), *_written_statistics(node)]
+    return [*values_in(tuple(names)), *written_statistics(node)]
 
 
-def _written_statistics(node: Node) -> list[Value]:
+def written_statistics(node: Node) -> list[Value]:
     """The running statistics that a node writes, and does not compute with."""
     flag = _WRITES_STATISTICS.get(node.short)
     if flag is None or not (given := arguments(node))[flag]:
@@ -306,15 +306,15 @@ def statistics(flow: Dataflow, positions: Sequence[int], home: str) -> frozenset
         if not isinstance(root, State) or not root.name.startswith(home) or {*writers} - inside:
             continue
         readers = {p for v, users in flow.users.items() if flow.root[v] == root for p in users}
-        if all(_only_writes(flow, p, root) for p in readers & inside):
+        if all(only_writes(flow, p, root) for p in readers & inside):
             reached.add(root)
     return frozenset(reached)
 
 
-def _only_writes(flow: Dataflow, position: int, state: State) -> bool:
+def only_writes(flow: Dataflow, position: int, state: State) -> bool:
     """Whether what a node makes of a state is in the state's memory, or is statistics."""
     node = flow.graph.nodes[position]
-    if any(flow.root[value] == state for value in _written_statistics(node)):
+    if any(flow.root[value] == state for value in written_statistics(node)):
         computed = [
             *values_in(tuple(arguments(node)[name] for name in ("input", "weight", "bias")))
         ]

@@ -42,7 +42,7 @@ from autopipe.planners.driver.request import (
     left_alone,
 )
 from autopipe.planners.model.problem import Constraints
-from autopipe.rows import loss_grouping, row_mixing
+from autopipe.rows import loss_grouping, moved_states, own_backwards, row_mixing
 from autopipe.stages.bind import check_runs
 from autopipe.stages.loss_cut import cut_loss
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
@@ -238,8 +238,8 @@ def _planned(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Stopwat
     with left_alone(request.optimizer):
         factor = optimizer_factor(request.optimizer, traced.graph)
     best = best_loss(Job(request, traced, devices, factor), watch, say)
-    if traced.mixing and best.mesh.dp * best.batch.micro_batches > 1:
-        say(traced.mixing)
+    for line in traced.if_cut if best.mesh.dp * best.batch.micro_batches > 1 else ():
+        say(line)
     check_runs(best)
     return best
 
@@ -268,10 +268,11 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
         against_eager.check(request, skeleton, trace, example, say)
         against_eager.check_at_lengths(request, skeleton, trace, example, say)
         batch_of = examples(inputs, example, specs)
-        whole_loss, fingerprinted, mixing = None, trace.graph, None
+        whole_loss, fingerprinted, if_cut = None, trace.graph, list[str | None]()
         if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
             loss_grouping.check(trace, batch_of, request.loss, request.loss_over, say)
-            mixing = row_mixing.remark(trace, batch_of)
+            if_cut.append(row_mixing.remark(trace, batch_of))
+            if_cut += [of.remark(trace.graph) for of in (moved_states, own_backwards)]
         if request.loss_over == BATCH:
             whole_loss = cut_loss(trace.graph)
             against_whole.check(request, skeleton, trace, whole_loss, batch_of, say)
@@ -283,7 +284,8 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
             say(f"{name}: its gradients are sparse in one process, and dense in a plan")
     recompute, offload = request.recomputed(flow, blocks, say), request.offloaded(blocks)
     traced = Traced(trace, flow, blocks, rows, least, recompute, fingerprinted)
-    traced = replace(traced, whole=whole_loss, offload=offload, mixing=mixing)
+    lines = tuple(line for line in if_cut if line)
+    traced = replace(traced, whole=whole_loss, offload=offload, if_cut=lines)
     say(f"traced: {traced}")
     return traced
 

@@ -159,7 +159,8 @@ class Traced:
         recompute, offload: paths of the blocks that are recomputed in backward, with words for ops
             (`asked_ops`), and of those that offload what they keep; None: the planner chooses.
         fingerprinted: the graph by which a run knows the model: before it was rewritten or cut.
-        mixing: a line about what makes rows depend on each other (`row_mixing`), if anything does.
+        if_cut: lines for the user if the plan cuts the batch (`row_mixing`, `moved_states`,
+            `own_backwards`).
         loss_parts: so many; 0: the loss is as the model has it.
         fused_attention: whether attentions that the model writes out are single ops.
         whole: the loss of the whole batch, if it is to be over that; the trace is then of
@@ -177,7 +178,7 @@ class Traced:
     fused_attention: bool = False
     whole: WholeLoss | None = field(default=None, repr=False)
     offload: Collection[str] | None = None
-    mixing: str | None = None
+    if_cut: tuple[str, ...] = ()
 
     @property
     def graph(self) -> Graph:

@@ -1,0 +1,92 @@
+"""Find states that forward moves from call to call, and the loss is computed with.
+
+    loss = (out - self.centre).square().mean()          reads what the call before has left
+    self.centre = 0.9 * self.centre + 0.1 * out.mean(0)
+
+Such a state moves once in each micro-batch of each replica, and not once in each step, as in one
+process that accumulates gradients. That changes no gradient of a micro-batch, and may be what is
+meant (a count of calls) or not (the centre of DINO, a teacher that follows), so it is said.
+
+The running statistics of a batch norm are no such state: training does not compute with them. Nor
+is what forward writes as a whole before it reads it (a cache), or a trained parameter (a clamp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopipe.ir.dataflow import Dataflow, analyse, only_writes, written_statistics
+from autopipe.ir.graph import REGION_OP, Graph, Ref, State, values_in
+
+_OVERWRITES = frozenset(("copy_", "fill_", "zero_"))
+
+
+def remark(graph: Graph) -> str | None:
+    """A line for the user that names the first such state; None: there is none.
+
+    Parts that run as they are are not looked into.
+    """
+    flow = analyse(graph)
+    ends = [flow.position(value) for value in values_in(graph.outputs) if isinstance(value, Ref)]
+    needed = _computed_with(flow, ends)
+    for state, (first, *_) in flow.writers.items():
+        if not isinstance(state, State) or graph.states[state.name].trainable:
+            continue
+        if graph.nodes[first].op != REGION_OP and _carried_over(flow, state, first, needed):
+            return (
+                f"{_place(flow, state)}forward moves {state.name!r}, and the loss is computed with "
+                "it: it moves in each micro-batch of each replica, as where one process "
+                "accumulates gradients; --micro-batches 1 --dp 1 moves it once in a step"
+            )
+    return None
+
+
+def _place(flow: Dataflow, state: State) -> str:
+    """The user's line that reads or writes a state first.
+
+    An assigned state is copied and written by nodes without one: then a line that reads the copy.
+    """
+    nodes, readers = flow.graph.nodes, _readers(flow, state)
+    copies = [Ref(nodes[position].name) for position in readers]
+    positions = [*readers, *(p for copy in copies for p in flow.users.get(copy, ()))]
+    places = (nodes[position].place for position in positions if position < len(nodes))
+    return next((f"{place}: " for place in places if place), "")
+
+
+def _readers(flow: Dataflow, state: State) -> list[int]:
+    """The positions of the nodes that read or write a state, or a view of it, ascending."""
+    positions = {p for value, at in flow.users.items() if flow.root[value] == state for p in at}
+    return sorted(position for position in positions if position < len(flow.graph.nodes))
+
+
+def _computed_with(flow: Dataflow, ends: Iterable[int]) -> set[int]:
+    """The positions of the nodes from whose values those at `ends` are computed.
+
+    What only comes before them is not among it: an earlier write of a batch norm's statistics.
+    """
+    found, waiting = set[int](), [*ends]
+    while waiting:
+        position = waiting.pop()
+        if position in found or position < 0:
+            continue
+        found.add(position)
+        node = flow.graph.nodes[position]
+        for value in set(node.values()) - set(written_statistics(node)):
+            writers = flow.writers.get(flow.root[value], ())
+            waiting += [flow.position(value), *(p for p in writers if p < position)]
+    return found
+
+
+def _carried_over(flow: Dataflow, state: State, first: int, needed: set[int]) -> bool:
+    """Whether the nodes `needed` for the loss compute with what the call before left in a state.
+
+    Args:
+        first: the position of the first node that writes the state.
+    """
+    overwritten = flow.graph.nodes[first].short in _OVERWRITES
+    overwritten &= flow.graph.nodes[first].args[0] == state  # and not a part of it
+    return any(
+        position <= first or not overwritten
+        for position in _readers(flow, state)
+        if position in needed and not only_writes(flow, position, state)
+    )

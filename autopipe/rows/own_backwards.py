@@ -1,0 +1,90 @@
+"""Find custom autograd Functions whose backward does not scale with the gradient it is given.
+
+    backward(ctx, gradient):  return gradient, ctx.y * 1e-4       RWKV's penalty of large logits
+
+The loss of one of m micro-batches is 1 / m of the batch's, and so are the gradients that it sends
+back: but not those of such a backward, which are added m times. That is so too in one process that
+accumulates gradients, and a Function that clips gradients means no harm, so it is said.
+
+Each Function runs by itself, on made-up numbers and with two gradients, one twice the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autopipe.ir.graph import Graph, Node, TensorSpec, Value, arguments, bytes_at, resolve, shape_at
+from autopipe.ir.opaque_ops import FUNCTION_OP
+from autopipe.rows.row_runs import ROWS
+
+MOST_BYTES = 2**28
+"""Limit on the bytes of a Function's tensors on these rows."""
+
+CLOSE = 1e-3
+"""Tolerance, as a share of the largest entry: it may compute in 16 bits inside."""
+
+
+def remark(graph: Graph) -> str | None:
+    """A line for the user that names the first such Function; None: there is none, or it raises on
+    made-up numbers, draws random ones, or is large."""
+    for node in graph.nodes:
+        if node.op == FUNCTION_OP and not arguments(node)["random"] and _adds_a_whole(graph, node):
+            name = str(arguments(node)["call"]).partition("(")[0].rpartition(".")[2]
+            return (
+                f"{node.place}: the backward of {name} does not scale with the gradient that it "
+                "is given, which is a share of the whole batch's in each micro-batch: their sum "
+                "may be another than the whole batch gives, as where one process accumulates "
+                "gradients; --micro-batches 1 --dp 1 leaves the batch whole"
+            )
+    return None
+
+
+def _adds_a_whole(graph: Graph, node: Node) -> bool:
+    """Whether half the gradient does not give half the gradients."""
+    given = arguments(node)
+    specs = [graph.spec(value) for value in given["tensors"] if isinstance(value, Value)]
+    if sum(bytes_at(spec, ROWS) for spec in specs) > MOST_BYTES:
+        return False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        tensors = [_made_up(spec) for spec in specs]
+        try:
+            results = resolve(node.op)(tensors, given["call"], given["random"])
+            seeds = [torch.randn_like(r) if r.requires_grad else None for r in results]
+            whole, half = (_gradients(tensors, results, seeds, share) for share in (1.0, 0.5))
+        except Exception:  # whatever the user's code raises on numbers that it never has
+            return False
+    return any(_off(w / 2, h) for w, h in zip(whole, half, strict=True) if w is not None)
+
+
+def _made_up(spec: TensorSpec) -> Tensor:
+    shape = shape_at(spec, ROWS)
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        return torch.randn(shape, dtype=spec.dtype, requires_grad=True)
+    return torch.full(shape, spec.dtype == torch.bool, dtype=spec.dtype)
+
+
+def _gradients(
+    tensors: Sequence[Tensor],
+    results: Sequence[Tensor],
+    seeds: Sequence[Tensor | None],
+    share: float,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `tensors` from a share of the results' gradients `seeds`."""
+    seeded = [(r, seed * share) for r, seed in zip(results, seeds, strict=True) if seed is not None]
+    return torch.autograd.grad(
+        [result for result, _ in seeded],
+        [tensor for tensor in tensors if tensor.requires_grad],
+        [seed for _, seed in seeded],
+        retain_graph=True,
+        allow_unused=True,
+    )
+
+
+def _off(expected: Tensor, found: Tensor | None) -> bool:
+    if found is None or not bool(expected.isfinite().all()):
+        return False
+    return bool((expected - found).abs().max() > CLOSE * expected.abs().max())

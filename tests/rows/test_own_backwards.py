@@ -1,0 +1,104 @@
+"""Planning names a custom Function whose gradients are no shares of the whole batch's."""
+
+import pytest
+import torch
+
+from autopipe.rows import own_backwards
+from tests.support.autograd_functions import Double
+from tests.support.odd_models import Net, built, inputs, square
+from tests.support.staged import trace_model
+
+
+class Penalty(torch.autograd.Function):
+    """As RWKV's: its gradient of the outputs has nothing of the one that it is given."""
+
+    @staticmethod
+    def forward(ctx, loss, outputs):
+        ctx.save_for_backward(outputs)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (outputs,) = ctx.saved_tensors
+        return gradient, 1e-4 * outputs
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-0.1, 0.1)
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator, and an index without a gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, index):
+        return hidden.round() + index
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Raises(torch.autograd.Function):
+    """Not on the model's numbers: those are positive."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        assert bool((hidden >= 0).all())
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Of(Net):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def inside(self, hidden):
+        return self.function(self.middle(hidden).abs())
+
+
+def remark(function, loss=square):
+    return own_backwards.remark(trace_model(built(lambda: Of(function)), inputs, loss).graph)
+
+
+def penalized(outputs, batch):
+    return Penalty.apply(square(outputs, batch), outputs)
+
+
+def test_a_gradient_that_does_not_scale_is_named():
+    assert "the backward of Penalty does not scale" in remark(lambda hidden: hidden, penalized)
+    assert "the backward of Clipped does not scale" in remark(Clipped.apply)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [Double.apply, lambda hidden: Rounded.apply(hidden, torch.arange(8)), Raises.apply],
+)
+def test_one_that_does_is_not(function):
+    assert remark(function) is None
+
+
+def test_micro_batches_sum_to_another_gradient():
+    """The reason for the line: m micro-batches add m times what Penalty adds."""
+    outputs = torch.randn(4, 3)
+
+    def gradient(parts):
+        leaf = outputs.clone().requires_grad_()
+        for part in leaf.chunk(parts):
+            (Penalty.apply(part.square().mean(), part) / parts).backward()
+        return leaf.grad
+
+    whole, halves = gradient(1), gradient(2)
+    plain = outputs / 6
+    torch.testing.assert_close(whole - plain, 1e-4 * outputs)
+    torch.testing.assert_close(halves - plain, 1e-4 * outputs)
