@@ -50,16 +50,30 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
         )
     built = plain(built)
     _check_tensors(built)
-    first: dict[tuple[int, int], str] = {}
-    for name, parameter in built.named_parameters():
-        where = torch_private.storage_key(parameter), int(parameter.storage_offset())
-        if parameter.numel() and first.setdefault(where, name) != name:
-            raise ModelError(
-                f"{first[where]!r} and {name!r} are two parameters in one memory: split over two "
-                "stages they would drift apart",
-                hint="tie them by making both names the same nn.Parameter",
-            )
+    _check_tied(built)
     return built
+
+
+def _check_tied(model: nn.Module) -> None:
+    """Refuse two parameters that begin at one place in memory."""
+    first: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            continue
+        where = torch_private.storage_key(parameter), int(parameter.storage_offset())
+        known, twin = first.setdefault(where, (name, parameter))
+        if twin is parameter:
+            continue
+        alike = (twin.shape, twin.stride()) == (parameter.shape, parameter.stride())
+        raise ModelError(
+            f"{known!r} and {name!r} are two parameters in one memory: split over two "
+            "stages they would drift apart",
+            hint="tie them by making both names the same nn.Parameter"
+            if alike
+            else "one is another view of it, such as the transpose: keep one nn.Parameter, and "
+            "make the view of it in forward (x @ self.table.weight.T); or build the model without "
+            "this tie",
+        )
 
 
 def _check_tensors(model: nn.Module) -> None:

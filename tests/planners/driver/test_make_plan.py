@@ -1,6 +1,7 @@
 """`plan`: what a user constrains, what is chosen without constraints, and what is refused."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -323,7 +324,17 @@ def test_the_prediction_is_the_longest_path_of_the_plans_own_numbers() -> None:
     assert plan.prediction.step_seconds > 4 * slowest
 
 
-def test_two_parameters_in_one_memory() -> None:
+@pytest.mark.parametrize(
+    ("tied", "hint"),
+    [
+        (lambda weight: weight, "making both names the same nn.Parameter"),
+        (lambda weight: weight.T, "make the view of it in forward (x @ self.table.weight.T)"),
+    ],
+    ids=("the same", "transposed"),
+)
+def test_two_parameters_in_one_memory(
+    tied: Callable[[torch.Tensor], torch.Tensor], hint: str
+) -> None:
     """Tied behind torch's back: split over two stages they would drift apart."""
 
     class Shared(nn.Module):
@@ -331,13 +342,15 @@ def test_two_parameters_in_one_memory() -> None:
             super().__init__()
             self.one = nn.Linear(32, 32)
             self.two = nn.Linear(32, 32)
-            self.two.weight = nn.Parameter(self.one.weight.detach())
+            self.two.weight = nn.Parameter(tied(self.one.weight.detach()))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.two(self.one(x)).square().mean()
 
-    with pytest.raises(ModelError, match=r"'one\.weight' and 'two\.weight' are two parameters in"):
+    refused = "'one.weight' and 'two.weight' are two parameters in one memory"
+    with pytest.raises(ModelError, match=re.escape(refused)) as error:
         planned(model=Shared(), inputs=lambda rows: {"x": torch.ones(rows, 32)}, loss=None)
+    assert error.value.hint is not None and hint in error.value.hint
 
 
 @pytest.mark.long
