@@ -8,11 +8,13 @@ anything else during the trace      the line, and that values are not known ther
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 
@@ -213,8 +215,10 @@ def fixes_rows(error: Exception) -> bool:
     return any(words in str(error) for words in ("Constraints violated", beyond))
 
 
-def fixed_rows(place: str, frames: Sequence[FrameType]) -> RowsFixed:
-    """The error for a trace that is valid only for some numbers of rows; it names the line."""
+def fixed_rows(run: Callable[[], object], model: nn.Module) -> RowsFixed:
+    """The error for a trace, made by `run`, that is valid only for some numbers of rows; it names
+    the line, or the module."""
+    place, frames = _line_that_fixes_rows(run, model)
     return RowsFixed(
         f"{place + ': t' if place else 't'}he number of rows is fixed here, so what is traced with "
         "two rows does not hold for the rows of every micro-batch",
@@ -225,26 +229,43 @@ def fixed_rows(place: str, frames: Sequence[FrameType]) -> RowsFixed:
 
 
 class _Conditions(logging.Handler):
-    """Records the user's line at each condition on sizes that a trace depends on."""
+    """Records the user's line at each condition on sizes that a trace depends on.
 
-    def __init__(self) -> None:
+    Args:
+        caller: the frame that makes the trace: a line above it is no line of the model.
+    """
+
+    def __init__(self, model: nn.Module, caller: FrameType | None) -> None:
         super().__init__(logging.INFO)
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._caller = caller
         self.found: list[tuple[str, str, list[FrameType]]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note the user's line, which is on the stack."""
+        """Note the user's line, which is on the stack, or else the module that runs."""
         frames = [frame for frame, _ in traceback.walk_stack(None)]
-        self.found.append((record.getMessage(), user_lines.here(), frames[::-1]))
+        place = user_lines.here(within=self._caller) or self._module(frames)
+        self.found.append((record.getMessage(), place, frames[::-1]))
+
+    def _module(self, frames: Iterable[FrameType]) -> str:
+        """The path of the innermost module that runs, all of whose code is torch's; "": none."""
+        for frame in takewhile(lambda frame: frame is not self._caller, frames):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and (path := self._paths.get(id(module))) is not None:
+                return f"{path or 'the model'} ({type(module).__name__})"
+        return ""
 
 
-def line_that_fixes_rows(run: Callable[[], object]) -> tuple[str, Sequence[FrameType]]:
-    """The user's line at which the trace made by `run` fixes the number of rows ("" if unknown),
-    and the frames there.
+def _line_that_fixes_rows(
+    run: Callable[[], object], model: nn.Module
+) -> tuple[str, Sequence[FrameType]]:
+    """The user's line, or else the module of the model, at which the trace made by `run` fixes the
+    number of rows ("" if unknown), and the frames there.
 
     torch logs each condition on sizes: a number that replaces the symbol, or a remainder that must
     be 0.
     """
-    log, conditions = logging.getLogger(_SIZES), _Conditions()
+    log, conditions = logging.getLogger(_SIZES), _Conditions(model, inspect.currentframe())
     before = log.level, log.propagate, log.disabled, log.handlers
     silenced = log.manager.disable  # by a program that wants to hear nothing
     logging.disable(logging.NOTSET)

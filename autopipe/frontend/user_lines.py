@@ -13,8 +13,9 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from autopipe.errors import AutopipeError, ModelError
@@ -54,16 +55,18 @@ def is_own_code(filename: str) -> bool:
     return filename != "sys" and _is_users(filename) and not _is_installed(filename)
 
 
-def here(*, alone: bool = False) -> str:
+def here(*, alone: bool = False, within: FrameType | None = None) -> str:
     """`file:line` of the user's code that is running now; empty if there is none.
 
     Args:
         alone: without the user's line that has called a library, if the code is a library's.
+        within: the frame that has called the code; None: it is any on the stack.
     """
     stack = traceback.walk_stack(inspect.currentframe())  # without the text of each line
-    running = ((frame.f_code.co_filename, line) for frame, line in stack)
+    called = takewhile(lambda entry: entry[0] is not within, stack)
+    running = ((frame.f_code.co_filename, line) for frame, line in called)
     place = next((f"{file}:{line}" for file, line in running if _is_users(file)), "")
-    return place if alone else place + _called_at(traceback.extract_stack())
+    return place if alone or not place else place + _called_at(traceback.extract_stack())
 
 
 def begins(function: object) -> str:

@@ -263,7 +263,7 @@ def capture(
             raise
         except Exception as error:  # export raises whatever the model's own code raises
             if refusals.fixes_rows(error):
-                raise refusals.fixed_rows(*refusals.line_that_fixes_rows(export)) from error
+                raise refusals.fixed_rows(export, program.model) from error
             raise refusals.in_a_trace(error, program.loss) from error
 
 

@@ -150,6 +150,14 @@ def test_rows_that_are_fixed_in_forward_are_refused_with_the_line(kind, capfd):
     assert capfd.readouterr() == ("", ""), "torch's own log stays silent"
 
 
+def test_rows_that_are_fixed_in_torchs_own_code_are_refused_with_the_module():
+    """Bug: the place was the line of the script that had called autopipe."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Unflatten(0, (2, -1)), nn.Flatten(0, 1))
+    with pytest.raises(CaptureError) as error:
+        trace_model(model, lambda rows: {"input": torch.ones(rows, 3)}, lambda o, _: o.sum())
+    assert str(error.value).startswith("1 (Unflatten): the number of rows is fixed here")
+
+
 @pytest.mark.parametrize(
     "kind",
     chosen(FIXES_ROWS, now=(OneByOne, Divides, Added)),
