@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from itertools import product
@@ -20,11 +20,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import AutopipeError
 from autopipe.frontend import user_lines
-from autopipe.frontend.optimizer import ByName, MakeOptimizer, Named, optimizer_named, way_to_step
+from autopipe.frontend.optimizer import (
+    ByName,
+    Elsewhere,
+    JoinedElsewhere,
+    MakeOptimizer,
+    Named,
+    optimizer_named,
+    way_to_step,
+)
 from autopipe.ir.graph import Graph, shape_at
 from autopipe.util import seeding
 
@@ -74,6 +81,11 @@ _EXAMPLE = torch.empty(SIZE, SIZE, dtype=torch.float32, device="meta")
 LATE = 30
 """Steps after which an optimizer's warm-up is over (Shampoo's is 25 steps by default)."""
 
+COUNTED, FAR = 4, 9_994
+"""Steps that show which numbers count them, and where those are put then: what an optimizer does
+in every 1000th step (a preconditioner is made anew) it does six steps later, by a large gradient,
+which the momentum of earlier ones does not hide."""
+
 APART, ROUNDING = 0.02, 1e-6
 """Two changes differ from this share of the largest on, below what it makes to take half a matrix
 for one (6 % and more of torch's Muon and Adafactor), and what a parameter's value is rounded to."""
@@ -102,12 +114,12 @@ def stepped_apart(make: MakeOptimizer, like: Like | None = None) -> str:
         with (
             torch.random.fork_rng(devices=[]),
             seeding.at(seeding.places()),
-            closing(_Elsewhere()) as elsewhere,
+            closing(Elsewhere()) as elsewhere,
         ):
             return _stepped_apart(make, like, elsewhere)
     except AutopipeError:
         raise
-    except _JoinedElsewhere:
+    except JoinedElsewhere:
         return JOINED
     except Exception as error:  # whatever the user's function raises
         place = user_lines.of_error(error)
@@ -155,7 +167,7 @@ def _small(shape: Sequence[int]) -> list[int]:
     return found
 
 
-def _stepped_apart(make: MakeOptimizer, like: Like, elsewhere: _Elsewhere) -> str:
+def _stepped_apart(make: MakeOptimizer, like: Like, elsewhere: Elsewhere) -> str:
     draw = torch.Generator().manual_seed(0)
     values = {n: torch.randn(t.shape, dtype=t.dtype, generator=draw) for n, t in like.items()}
     gradients = [
@@ -163,24 +175,41 @@ def _stepped_apart(make: MakeOptimizer, like: Like, elsewhere: _Elsewhere) -> st
     ]
     _changes(make, values, gradients, elsewhere)
     change = partial(_changes, make, elsewhere=elsewhere if elsewhere.read else None)
-    for steps in (len(SCALES), LATE):
-        many = [gradients[step % len(gradients)] for step in range(steps)]
-        changed = change(values, many)
-        if _differ(change(values, many), changed):
-            return NOISE
-        late = steps == LATE  # a part of each kind is enough: all have been tried before
-        bits = range(1 if late else len(values).bit_length())  # any two differ in one of them
-        for bit, side in product(bits, (0, 1)):
-            some = {name for n, name in enumerate(values) if n >> bit & 1 == side}
-            alone = [{n: g * (n in some) for n, g in step.items()} for step in many]
-            if _differ(change(values, alone), changed, some):
-                return MODEL
-        dims = range(max(value.ndim for value in values.values()))
-        for dim, half in product(dims, (0,) if late else (0, 1)):
-            own, apart = ([_half(step, dim, half) for step in each] for each in (many, changed))
-            if _differ(change(_half(values, dim, half), own), apart):
-                return TENSOR
-    return ELSEWHERE if elsewhere.read else ELEMENT
+    found = _unit(change, values, gradients) or _unit(change, values, gradients, LATE)
+    if not found:
+        try:
+            found = _unit(partial(change, far=True), values, gradients, 3 * len(SCALES))
+        except JoinedElsewhere:
+            raise
+        except Exception:  # whatever it raises so late: a schedule of its own may have ended
+            found = ""
+    return found or (ELSEWHERE if elsewhere.read else ELEMENT)
+
+
+def _unit(
+    change: Callable[..., list[Like]], values: Like, gradients: Sequence[Like], steps: int = 0
+) -> str:
+    """A key of `WORDS`; "": in these steps it changes each element by its own gradient.
+
+    Args:
+        steps: 0: one for each of the gradients, and all parts are tried. Else parts of each kind.
+    """
+    many = [gradients[step % len(gradients)] for step in range(steps or len(gradients))]
+    changed = change(values, many)
+    if _differ(change(values, many), changed):
+        return NOISE
+    bits = range(1 if steps else len(values).bit_length())  # any two differ in one of them
+    for bit, side in product(bits, (0, 1)):
+        some = {name for n, name in enumerate(values) if n >> bit & 1 == side}
+        alone = [{n: g * (n in some) for n, g in step.items()} for step in many]
+        if _differ(change(values, alone), changed, some):
+            return MODEL
+    dims = range(max(value.ndim for value in values.values()))
+    for dim, half in product(dims, (0,) if steps else (0, 1)):
+        own, apart = ([_half(step, dim, half) for step in each] for each in (many, changed))
+        if _differ(change(_half(values, dim, half), own), apart):
+            return TENSOR
+    return ""
 
 
 def _drawn(value: Tensor, scales: tuple[float, float, float], draw: torch.Generator) -> Tensor:
@@ -204,10 +233,16 @@ def _changes(
     make: MakeOptimizer,
     values: Like,
     gradients: Sequence[Like],
-    elsewhere: _Elsewhere | None = None,
+    elsewhere: Elsewhere | None = None,
+    far: bool = False,
 ) -> list[Like]:
-    """The change that each step makes in parameters of these values."""
+    """The change that each step makes in parameters of these values.
+
+    Args:
+        far: whether its counters of steps are moved to `FAR` after the first `COUNTED`.
+    """
     named, optimizer = _made(make, values)
+    seen: list[dict[tuple[int, Any], tuple[dict[Any, Any], float]]] = []
     if elsewhere is not None:
         elsewhere.begin(named.values(), optimizer)
     changes: list[Like] = []
@@ -218,69 +253,31 @@ def _changes(
         with nullcontext() if elsewhere is None else elsewhere:
             optimizer.step()
         changes.append({name: p.detach() - before[name] for name, p in named.items()})
+        if far and len(changes) <= COUNTED:
+            seen.append({(id(h), key): (h, number) for h, key, number in _numbers(optimizer)})
+            if len(changes) == COUNTED:
+                _move(seen, FAR - COUNTED)
     return changes
 
 
-class _JoinedElsewhere(Exception):
-    """A step computes with two parameters together, at least one of which it was not given."""
+def _numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[Any, Any], Any, float]]:
+    """The numbers that an optimizer, or one that it wraps, keeps: the dict, the key, the value."""
+    for kept in vars(optimizer).values():
+        if isinstance(kept, torch.optim.Optimizer):
+            yield from _numbers(kept)
+    for holder in (vars(optimizer), *optimizer.param_groups, *optimizer.state.values()):
+        for key, value in holder.items():
+            single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+            if single or (isinstance(value, int | float) and not isinstance(value, bool)):
+                yield holder, key, float(value)
 
 
-class _Elsewhere(TorchFunctionMode):
-    """Watches what a step reads: parameters that were not given to its optimizer.
-
-    Such parameters have copies of their values until it is closed: planning changes no weights.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._values: dict[int, tuple[nn.Parameter, Tensor]] = {}
-
-    def close(self) -> None:
-        """Put back the values of parameters that steps have read."""
-        for parameter, value in self._values.values():
-            parameter.data = value
-
-    def begin(self, given: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer of these parameters is stepped from now on."""
-        self._own, self._optimizer = {id(parameter) for parameter in given}, optimizer
-        groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        self.read = any(id(parameter) not in self._own for parameter in groups)
-        self._made: dict[int, tuple[Tensor, set[int]]] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Call it, and remember which parameters from elsewhere its result is made of."""
-        tensors = list(_tensors((args, kwargs)))
-        of = {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
-        of |= {one for t in tensors if id(t) in self._made for one in self._made[id(t)][1]}
-        if not of <= self._own:  # copies that it keeps (Lookahead's) are its own
-            self._own |= {id(tensor) for tensor in _tensors(self._optimizer)}
-        if of <= self._own:
-            return func(*args, **(kwargs or {}))
-        self.read = True
-        if len(of) > 1:
-            raise _JoinedElsewhere
-        for tensor in tensors:
-            if isinstance(tensor, nn.Parameter) and id(tensor) not in self._values:
-                self._values[id(tensor)] = tensor, tensor.data
-                tensor.data = tensor.data.clone()
-        result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            self._made[id(tensor)] = tensor, of
-        return result
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, torch.optim.Optimizer):
-        yield from _tensors(vars(value))
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
+def _move(seen: Sequence[Mapping[Any, tuple[dict[Any, Any], float]]], steps: int) -> None:
+    """Add steps to each number that was one more after each step: it counts them."""
+    for place, (holder, _) in seen[-1].items():
+        values = [numbers[place][1] for numbers in seen if place in numbers]
+        if values == [values[0] + n for n in range(len(seen))]:
+            holder[place[1]] = holder[place[1]] + steps
 
 
 def _differ(

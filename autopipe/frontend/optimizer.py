@@ -1,16 +1,18 @@
-"""Make an optimizer from a name or a function, of a model's parameters or of a rank's."""
+"""Make an optimizer from a name or a function, of a model's parameters or of a rank's;
+watch what its steps read from elsewhere."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import user_lines
@@ -268,3 +270,65 @@ def max_grad_norm(module: Any, source: str) -> float | None:
     """
     found = getattr(module, "max_grad_norm", None)
     return None if found is None else check_norm(found, f"{source}: max_grad_norm")
+
+
+class JoinedElsewhere(Exception):
+    """A step computes with two parameters together, at least one of which it was not given."""
+
+
+class Elsewhere(TorchFunctionMode):
+    """Watches what a step reads: parameters that were not given to its optimizer.
+
+    Such parameters have copies of their values until it is closed: planning changes no weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def close(self) -> None:
+        """Put back the values of parameters that steps have read."""
+        for parameter, value in self._values.values():
+            parameter.data = value
+
+    def begin(self, given: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer of these parameters is stepped from now on."""
+        self._own, self._optimizer = {id(parameter) for parameter in given}, optimizer
+        groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self.read = any(id(parameter) not in self._own for parameter in groups)
+        self._made: dict[int, tuple[Tensor, set[int]]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call it, and remember which parameters from elsewhere its result is made of."""
+        tensors = list(_tensors((args, kwargs)))
+        of = {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
+        of |= {one for t in tensors if id(t) in self._made for one in self._made[id(t)][1]}
+        if not of <= self._own:  # copies that it keeps (Lookahead's) are its own
+            self._own |= {id(tensor) for tensor in _tensors(self._optimizer)}
+        if of <= self._own:
+            return func(*args, **(kwargs or {}))
+        self.read = True
+        if len(of) > 1:
+            raise JoinedElsewhere
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in self._values:
+                self._values[id(tensor)] = tensor, tensor.data
+                tensor.data = tensor.data.clone()
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._made[id(tensor)] = tensor, of
+        return result
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _tensors(vars(value))
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)

@@ -124,8 +124,10 @@ def by_block(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer
         (lambda every: Partly(every, lambda p, _: p.ndim == 4), TENSOR),
         (lambda every: Partly(every, lambda p, _: p.ndim == 1), TENSOR),
         (lambda every: Partly(every, lambda _, steps: steps > 20), TENSOR),
+        (lambda every: Partly(every, lambda _, steps: steps % 1000 == 0), TENSOR),
         (lambda every: Partly(every, lambda p, _: p.grad.norm() < 1), TENSOR),
         (lambda every: Partly(every, lambda p, _: p.grad.norm() > 1000), TENSOR),
+        (lambda every: Partly(every, lambda _, steps: ([False] * 99)[steps]), ELEMENT),
         (lambda every: Partly(every, lambda *_: False), ELEMENT),
     ],
 )
