@@ -55,25 +55,54 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
 
 
 def _check_tied(model: nn.Module) -> None:
-    """Refuse two parameters that begin at one place in memory."""
-    first: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
+    """Refuse two parameters that have an element in common."""
+    stored: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.numel():
-            continue
-        where = torch_private.storage_key(parameter), int(parameter.storage_offset())
-        known, twin = first.setdefault(where, (name, parameter))
-        if twin is parameter:
-            continue
-        alike = (twin.shape, twin.stride()) == (parameter.shape, parameter.stride())
-        raise ModelError(
-            f"{known!r} and {name!r} are two parameters in one memory: split over two "
-            "stages they would drift apart",
-            hint="tie them by making both names the same nn.Parameter"
-            if alike
-            else "one is another view of it, such as the transpose: keep one nn.Parameter, and "
-            "make the view of it in forward (x @ self.table.weight.T); or build the model without "
-            "this tie",
-        )
+        if parameter.numel():
+            stored.setdefault(torch_private.storage_key(parameter), []).append((name, parameter))
+    for several in stored.values():
+        before: list[tuple[str, nn.Parameter]] = []  # those that end beyond where the next begins
+        for name, parameter in sorted(several, key=lambda pair: pair[1].storage_offset()):
+            begin = parameter.storage_offset()
+            before = [(known, other) for known, other in before if _end(other) > begin]
+            for known, other in before:
+                if _overlap(other, parameter):
+                    raise _tied(known, other, name, parameter)
+            before.append((name, parameter))
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The place in a tensor's storage after its last element."""
+    steps = ((size - 1) * by for size, by in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + sum(steps) + 1)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage share an element: two columns of a matrix do not."""
+    if one.storage_offset() == other.storage_offset():
+        return True
+    places = torch.arange(max(_end(one), _end(other)), device="cpu")
+    first, second = (
+        places.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in (one, other)
+    )
+    return bool(torch.isin(first, second).any())
+
+
+def _tied(known: str, other: nn.Parameter, name: str, parameter: nn.Parameter) -> ModelError:
+    alike = (other.storage_offset(), other.shape, other.stride()) == (
+        parameter.storage_offset(),
+        parameter.shape,
+        parameter.stride(),
+    )
+    return ModelError(
+        f"{known!r} and {name!r} are two parameters in one memory: split over two "
+        "stages they would drift apart",
+        hint="tie them by making both names the same nn.Parameter"
+        if alike
+        else "one is another view of it, such as the transpose: keep one nn.Parameter, and "
+        "make the view of it in forward (x @ self.table.weight.T); or build the model without "
+        "this tie",
+    )
 
 
 def _check_tensors(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from autopipe.planners.driver import arguments as asked
 from autopipe.planners.driver import refine
 from autopipe.planners.driver.candidate import Candidate
 from autopipe.planners.search.best import Answer
-from autopipe.tracing.source import trace_source
+from autopipe.tracing.source import bare, trace_source
 from tests.support.gpt_plans import CASE, NEAR, free, nodes_of, planned
 from tests.support.inprocess import machine
 
@@ -329,8 +329,9 @@ def test_the_prediction_is_the_longest_path_of_the_plans_own_numbers() -> None:
     [
         (lambda weight: weight, "making both names the same nn.Parameter"),
         (lambda weight: weight.T, "make the view of it in forward (x @ self.table.weight.T)"),
+        (lambda weight: weight[8:], "make the view of it in forward (x @ self.table.weight.T)"),
     ],
-    ids=("the same", "transposed"),
+    ids=("the same", "transposed", "some rows"),
 )
 def test_two_parameters_in_one_memory(
     tied: Callable[[torch.Tensor], torch.Tensor], hint: str
@@ -351,6 +352,12 @@ def test_two_parameters_in_one_memory(
     with pytest.raises(ModelError, match=re.escape(refused)) as error:
         planned(model=Shared(), inputs=lambda rows: {"x": torch.ones(rows, 32)}, loss=None)
     assert error.value.hint is not None and hint in error.value.hint
+
+
+def test_parameters_beside_each_other_in_one_memory_are_two() -> None:
+    both = nn.Linear(8, 8).weight.detach()
+    model = nn.ParameterList([nn.Parameter(both[:, :4]), nn.Parameter(both[:, 4:])])
+    assert bare(model) is not None
 
 
 @pytest.mark.long
