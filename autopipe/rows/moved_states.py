@@ -13,10 +13,11 @@ is what forward writes as a whole before it reads it (a cache), or a trained par
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopipe.ir.dataflow import Dataflow, analyse, only_writes, written_statistics
-from autopipe.ir.graph import REGION_OP, Graph, Ref, State, values_in
+from autopipe.ir.graph import REGION_OP, Graph, Ref, State, Value, values_in
 
 _OVERWRITES = frozenset(("copy_", "fill_", "zero_"))
 
@@ -28,35 +29,39 @@ def remark(graph: Graph) -> str | None:
     """
     flow = analyse(graph)
     ends = [flow.position(value) for value in values_in(graph.outputs) if isinstance(value, Ref)]
-    needed = _computed_with(flow, ends)
+    needed, readers = _computed_with(flow, ends), _readers(flow)
     for state, (first, *_) in flow.writers.items():
         if not isinstance(state, State) or graph.states[state.name].trainable:
             continue
-        if graph.nodes[first].op != REGION_OP and _carried_over(flow, state, first, needed):
+        if graph.nodes[first].op == REGION_OP:
+            continue
+        if _carried_over(flow, state, first, readers[state] & needed):
             return (
-                f"{_place(flow, state)}forward moves {state.name!r}, and the loss is computed with "
-                "it: it moves in each micro-batch of each replica, as where one process "
-                "accumulates gradients; --micro-batches 1 --dp 1 moves it once in a step"
+                f"{_place(flow, sorted(readers[state]))}forward moves {state.name!r}, and the loss "
+                "is computed with it: it moves in each micro-batch of each replica, as where one "
+                "process accumulates gradients; --micro-batches 1 --dp 1 moves it once in a step"
             )
     return None
 
 
-def _place(flow: Dataflow, state: State) -> str:
-    """The user's line that reads or writes a state first.
+def _place(flow: Dataflow, readers: Sequence[int]) -> str:
+    """The user's line that reads or writes a state first, of the positions that do.
 
     An assigned state is copied and written by nodes without one: then a line that reads the copy.
     """
-    nodes, readers = flow.graph.nodes, _readers(flow, state)
+    nodes = flow.graph.nodes
     copies = [Ref(nodes[position].name) for position in readers]
     positions = [*readers, *(p for copy in copies for p in flow.users.get(copy, ()))]
     places = (nodes[position].place for position in positions if position < len(nodes))
     return next((f"{place}: " for place in places if place), "")
 
 
-def _readers(flow: Dataflow, state: State) -> list[int]:
-    """The positions of the nodes that read or write a state, or a view of it, ascending."""
-    positions = {p for value, at in flow.users.items() if flow.root[value] == state for p in at}
-    return sorted(position for position in positions if position < len(flow.graph.nodes))
+def _readers(flow: Dataflow) -> Mapping[Value, set[int]]:
+    """For each root the positions of the nodes that read or write it, or a view of it."""
+    found: dict[Value, set[int]] = defaultdict(set)
+    for value, positions in flow.users.items():
+        found[flow.root[value]].update(p for p in positions if p < len(flow.graph.nodes))
+    return found
 
 
 def _computed_with(flow: Dataflow, ends: Iterable[int]) -> set[int]:
@@ -77,16 +82,17 @@ def _computed_with(flow: Dataflow, ends: Iterable[int]) -> set[int]:
     return found
 
 
-def _carried_over(flow: Dataflow, state: State, first: int, needed: set[int]) -> bool:
-    """Whether the nodes `needed` for the loss compute with what the call before left in a state.
+def _carried_over(flow: Dataflow, state: State, first: int, readers: Iterable[int]) -> bool:
+    """Whether nodes that read a state compute with what the call before left in it.
 
     Args:
         first: the position of the first node that writes the state.
+        readers: the positions of those from which the loss is computed.
     """
     overwritten = flow.graph.nodes[first].short in _OVERWRITES
     overwritten &= flow.graph.nodes[first].args[0] == state  # and not a part of it
     return any(
         position <= first or not overwritten
-        for position in _readers(flow, state)
-        if position in needed and not only_writes(flow, position, state)
+        for position in readers
+        if not only_writes(flow, position, state)
     )

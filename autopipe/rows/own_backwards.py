@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autopipe.ir.graph import Graph, Node, TensorSpec, Value, arguments, bytes_at, resolve, shape_at
+from autopipe.ir.graph import Graph, Node, Value, arguments, bytes_at, resolve, shape_at
 from autopipe.ir.opaque_ops import FUNCTION_OP
-from autopipe.rows.row_runs import ROWS
+from autopipe.rows.row_runs import ROWS, drawn, off
 
 MOST_BYTES = 2**28
 """Limit on the bytes of a Function's tensors on these rows."""
@@ -48,23 +48,19 @@ def _adds_a_whole(graph: Graph, node: Node) -> bool:
     specs = [graph.spec(value) for value in given["tensors"] if isinstance(value, Value)]
     if sum(bytes_at(spec, ROWS) for spec in specs) > MOST_BYTES:
         return False
+    generator = torch.Generator().manual_seed(0)
+    tensors = [drawn(shape_at(s, ROWS), s.dtype, torch.randn, generator) for s in specs]
+    for tensor in tensors:
+        tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        tensors = [_made_up(spec) for spec in specs]
         try:
             results = resolve(node.op)(tensors, given["call"], given["random"])
             seeds = [torch.randn_like(r) if r.requires_grad else None for r in results]
             whole, half = (_gradients(tensors, results, seeds, share) for share in (1.0, 0.5))
         except Exception:  # whatever the user's code raises on numbers that it never has
             return False
-    return any(_off(w / 2, h) for w, h in zip(whole, half, strict=True) if w is not None)
-
-
-def _made_up(spec: TensorSpec) -> Tensor:
-    shape = shape_at(spec, ROWS)
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
-        return torch.randn(shape, dtype=spec.dtype, requires_grad=True)
-    return torch.full(shape, spec.dtype == torch.bool, dtype=spec.dtype)
+    pairs = zip(whole, half, strict=True)
+    return any(off(w / 2, h, CLOSE) for w, h in pairs if w is not None and h is not None)
 
 
 def _gradients(
@@ -74,6 +70,7 @@ def _gradients(
     share: float,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of `tensors` from a share of the results' gradients `seeds`."""
+    torch.manual_seed(0)  # a backward may draw, as one that rounds by chance
     seeded = [(r, seed * share) for r, seed in zip(results, seeds, strict=True) if seed is not None]
     return torch.autograd.grad(
         [result for result, _ in seeded],
@@ -82,9 +79,3 @@ def _gradients(
         retain_graph=True,
         allow_unused=True,
     )
-
-
-def _off(expected: Tensor, found: Tensor | None) -> bool:
-    if found is None or not bool(expected.isfinite().all()):
-        return False
-    return bool((expected - found).abs().max() > CLOSE * expected.abs().max())

@@ -38,7 +38,7 @@ from autopipe.ir.op_costs import costs
 from autopipe.ir.repeats import shorten
 from autopipe.rows.loss_tail import loss_nodes
 from autopipe.rows.row_dims import RowsUnknown, rows_in
-from autopipe.rows.row_runs import HALF, ROWS, Ran, RowRuns
+from autopipe.rows.row_runs import HALF, ROWS, Ran, RowRuns, off
 from autopipe.tracing.trace import Trace
 
 MOST_FLOPS = 1e10
@@ -158,7 +158,8 @@ def _adds_up(whole: Tensor, first: Tensor, second: Tensor) -> bool:
     """Whether a value without rows is the sum of the halves', or their mean."""
     if not whole.shape == first.shape == second.shape:
         return False
-    return not (_off(whole, first + second) and _off(whole, (first + second) / 2))
+    sums = first + second
+    return not (off(whole, sums, CLOSE) and off(whole, sums / 2, CLOSE))
 
 
 def _differ(spec: TensorSpec, whole: Tensor, *halves: Tensor) -> bool:
@@ -166,21 +167,10 @@ def _differ(spec: TensorSpec, whole: Tensor, *halves: Tensor) -> bool:
     try:
         return all(
             any(
-                _off(rows_in(whole, spec, (ROWS, first, HALF), minor), half)
+                off(rows_in(whole, spec, (ROWS, first, HALF), minor), half, CLOSE)
                 for first, half in zip((0, HALF), halves, strict=True)
             )
             for minor in (False, True)
         )
     except RowsUnknown:
         return False
-
-
-def _off(expected: Tensor, found: Tensor) -> bool:
-    """Whether two values differ by more than rounding; False too where one is no number."""
-    if expected.shape != found.shape:
-        return True
-    if torch.equal(expected, found) or not expected.numel():
-        return False
-    if not (expected.is_floating_point() or expected.is_complex()):
-        return True
-    return bool((expected - found).abs().max() > CLOSE * expected.abs().max())

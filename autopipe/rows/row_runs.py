@@ -98,7 +98,7 @@ class RowRuns:
 
         def draw(value: Value, spec: TensorSpec) -> Tensor:
             if value not in whole:
-                whole[value] = _drawn(shape_at(spec, ROWS), spec.dtype, made_up, generator)
+                whole[value] = drawn(shape_at(spec, ROWS), spec.dtype, made_up, generator)
             return whole[value].clone()
 
         def part(first: int) -> Draw:
@@ -155,7 +155,22 @@ class RowRuns:
         return Ran(known, tuple(float(value(output)) for output in ends))
 
 
-def _drawn(
+def off(expected: Tensor, found: Tensor, close: float) -> bool:
+    """Whether two values differ by more than rounding; False too where one is no number.
+
+    Args:
+        close: the tolerance, as a share of the largest entry.
+    """
+    if expected.shape != found.shape:
+        return True
+    if torch.equal(expected, found) or not expected.numel():
+        return False
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return True
+    return bool((expected - found).abs().max() > close * expected.abs().max())
+
+
+def drawn(
     shape: Sequence[int],
     dtype: torch.dtype,
     made_up: Make,

@@ -102,3 +102,33 @@ def test_micro_batches_sum_to_another_gradient():
     plain = outputs / 6
     torch.testing.assert_close(whole - plain, 1e-4 * outputs)
     torch.testing.assert_close(halves - plain, 1e-4 * outputs)
+
+
+class ByChance(torch.autograd.Function):
+    """Its backward rounds up or down by chance."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (torch.rand_like(gradient) < 0.5)
+
+
+class OfNothingToo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, empty):
+        ctx.save_for_backward(empty)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (empty,) = ctx.saved_tensors
+        return gradient, torch.zeros_like(empty)
+
+
+def test_chance_and_empty_tensors_are_no_reason():
+    """Bug: the largest entry of an empty gradient was asked for."""
+    assert remark(ByChance.apply) is None
+    assert remark(lambda hidden: OfNothingToo.apply(hidden, hidden[:, :0])) is None
