@@ -245,8 +245,12 @@ class _Drawn(TorchFunctionMode):
 
 
 _DRAWING = (
-    *(torch.rand, torch.rand_like, torch.randint, torch.bernoulli),
-    *(Tensor.bernoulli_, Tensor.uniform_),
+    torch.rand,
+    torch.rand_like,
+    torch.randint,
+    torch.bernoulli,
+    Tensor.bernoulli_,
+    Tensor.uniform_,
 )
 
 

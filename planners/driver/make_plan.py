@@ -268,11 +268,12 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
         against_eager.check(request, skeleton, trace, example, say)
         against_eager.check_at_lengths(request, skeleton, trace, example, say)
         batch_of = examples(inputs, example, specs)
-        whole_loss, fingerprinted, if_cut = None, trace.graph, list[str | None]()
+        whole_loss, fingerprinted, if_cut = None, trace.graph, tuple[str, ...]()
         if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
             loss_grouping.check(trace, batch_of, request.loss, request.loss_over, say)
-            if_cut.append(row_mixing.remark(trace, batch_of))
-            if_cut += [of.remark(trace.graph) for of in (moved_states, own_backwards)]
+            mixing = row_mixing.remark(trace, batch_of)
+            others = (of.remark(trace.graph) for of in (moved_states, own_backwards))
+            if_cut = tuple(line for line in (mixing, *others) if line)
         if request.loss_over == BATCH:
             whole_loss = cut_loss(trace.graph)
             against_whole.check(request, skeleton, trace, whole_loss, batch_of, say)
@@ -284,8 +285,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
             say(f"{name}: its gradients are sparse in one process, and dense in a plan")
     recompute, offload = request.recomputed(flow, blocks, say), request.offloaded(blocks)
     traced = Traced(trace, flow, blocks, rows, least, recompute, fingerprinted)
-    lines = tuple(line for line in if_cut if line)
-    traced = replace(traced, whole=whole_loss, offload=offload, if_cut=lines)
+    traced = replace(traced, whole=whole_loss, offload=offload, if_cut=if_cut)
     say(f"traced: {traced}")
     return traced
 

@@ -114,11 +114,12 @@ class Watch(fx.Interpreter):
         key = storage_key(tensor)
         if key in self._owned:
             return tensor
-        self._alive.append(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
         self._made.setdefault(key, self._position)
         kept = tensor.detach()
-        size = tensor.untyped_storage().nbytes()
-        self._packed.append(_Packed(key, size, self._position, weakref.ref(kept)))
+        packed = _Packed(key, storage.nbytes(), self._position, weakref.ref(kept))
+        self._packed.append(packed)
         return kept
 
     def kept(self) -> dict[int, KeptStorage]:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from autopipe.errors import CaptureError
 from autopipe.ir.dataflow import is_random
 from autopipe.planners.driver import against_eager
-from tests.support.autograd_functions import Double
+from tests.support.autograd_functions import Double, HalfOfExp
 from tests.support.long import chosen
 from tests.support.odd_models import (
     Net,
@@ -66,21 +66,6 @@ class Configured(torch.autograd.Function):
         return gradient / ctx.by, None
 
 
-class WithSetup(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return x.exp()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (made,) = ctx.saved_tensors
-        return gradient * made / 2
-
-
 class Adversary(Net):
     def inside(self, hidden):
         return Reversed.apply(self.middle(hidden), 0.5)
@@ -94,7 +79,7 @@ class Straight(Net):
 class Several(Net):
     def inside(self, hidden):
         made, signs = TwoOfThem.apply(hidden, 3.0, self.middle.bias)
-        return WithSetup.apply(self.middle(made).tanh()) + signs
+        return HalfOfExp.apply(self.middle(made).tanh()) + signs
 
 
 class Reentrant(Net):
