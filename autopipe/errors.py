@@ -57,7 +57,8 @@ class Uncaptured(CaptureError):
     """`torch.export` cannot capture a call of the model's code that itself runs well.
 
     Args:
-        frames: those on the stack at that place, if it was not where the error is raised.
+        frames: those on the stack at that place, each with its line then, if it was not where the
+            error is raised.
         module: the path of the module whose call it is, if no frame is known.
         whole: whether the model's own forward may run as it is for it. Nothing of the model is cut
             then, so only for what cannot be written otherwise.
@@ -70,7 +71,7 @@ class Uncaptured(CaptureError):
         message: str,
         *,
         hint: str | None = None,
-        frames: Sequence[FrameType] = (),
+        frames: Sequence[tuple[FrameType, int]] = (),
         module: str = "",
         whole: bool = False,
         lines: bool = False,

@@ -209,15 +209,33 @@ _OUTSIDE = re.compile(r"a fake tensor in the exported program const.* attribute:
 """What export says of a constant that has no values."""
 
 
+LIFTED = "a fake tensor in the exported program constant's list"
+"""Export's message for a parameter, or a tensor made from one, that the model does not register."""
+
+
+def kept_outside(names: Sequence[str]) -> CaptureError:
+    """The error for parameters that a model reads from places where they are not registered."""
+    return CaptureError(
+        f"the model keeps parameters, or what it has made of them, in {', '.join(names)}, which is "
+        "outside of its own parameters and buffers, and computes with them",
+        hint="read a parameter where it is registered, self.layer.weight; and register a copy as a "
+        "buffer: self.register_buffer(name, p.detach().clone())",
+    )
+
+
 def fixes_rows(error: Exception) -> bool:
     """Whether export reports that a trace is valid only for some numbers of rows."""
     beyond = "Expected op to be '=='"  # where the most rows are no whole number: rows <= 25/6
     return any(words in str(error) for words in ("Constraints violated", beyond))
 
 
-def fixed_rows(run: Callable[[], object], model: nn.Module) -> RowsFixed:
+def fixed_rows(run: Callable[[], object], model: nn.Module, *, lines: bool) -> RowsFixed:
     """The error for a trace, made by `run`, that is valid only for some numbers of rows; it names
-    the line, or the module."""
+    the line, or the module.
+
+    Args:
+        lines: whether lines around that one may run as they are.
+    """
     place, frames = _line_that_fixes_rows(run, model)
     return RowsFixed(
         f"{place + ': t' if place else 't'}he number of rows is fixed here, so what is traced with "
@@ -225,6 +243,7 @@ def fixed_rows(run: Callable[[], object], model: nn.Module) -> RowsFixed:
         hint="take the rows from x.shape[0], not from a number, as in view(2, -1), nor as "
         "int(x.shape[0]); no branch may depend on them",
         frames=frames,
+        lines=lines,
     )
 
 
@@ -239,17 +258,17 @@ class _Conditions(logging.Handler):
         super().__init__(logging.INFO)
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._caller = caller
-        self.found: list[tuple[str, str, list[FrameType]]] = []
+        self.found: list[tuple[str, str, list[tuple[FrameType, int]]]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Note the user's line, which is on the stack, or else the module that runs."""
-        frames = [frame for frame, _ in traceback.walk_stack(None)]
+        frames = [*traceback.walk_stack(None)]
         place = user_lines.here(within=self._caller) or self._module(frames)
         self.found.append((record.getMessage(), place, frames[::-1]))
 
-    def _module(self, frames: Iterable[FrameType]) -> str:
+    def _module(self, frames: Iterable[tuple[FrameType, int]]) -> str:
         """The path of the innermost module that runs, all of whose code is torch's; "": none."""
-        for frame in takewhile(lambda frame: frame is not self._caller, frames):
+        for frame, _ in takewhile(lambda pair: pair[0] is not self._caller, frames):
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and (path := self._paths.get(id(module))) is not None:
                 return f"{path or 'the model'} ({type(module).__name__})"
@@ -258,9 +277,9 @@ class _Conditions(logging.Handler):
 
 def _line_that_fixes_rows(
     run: Callable[[], object], model: nn.Module
-) -> tuple[str, Sequence[FrameType]]:
+) -> tuple[str, Sequence[tuple[FrameType, int]]]:
     """The user's line, or else the module of the model, at which the trace made by `run` fixes the
-    number of rows ("" if unknown), and the frames there.
+    number of rows ("" if unknown), and the frames there, each with its line.
 
     torch logs each condition on sizes: a number that replaces the symbol, or a remainder that must
     be 0.

@@ -251,7 +251,8 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     before = {path: {**vars(module)} for path, module in inner.items()}
     on_cpu = off_gpus() if all(tensor.device.type == "cpu" for tensor in tensors) else nullcontext()
     recording = nullcontext() if region.grad else torch.no_grad()
-    alone = one_process() if torch.distributed.is_initialized() else nullcontext()
+    # `is_initialized` would count as a question of the model's.
+    alone = nullcontext() if torch.distributed.group.WORLD is None else one_process()
     # A compiler would look at the tensors that are lent, which are no leaves, and at their sizes.
     as_it_is = torch.compiler.set_stance("force_eager")
     with alone, on_cpu, recording, as_it_is, replacing(torch.cond, _cond):

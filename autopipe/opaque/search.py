@@ -177,7 +177,7 @@ def _deepest(error: Uncaptured, models: Sequence[nn.Module]) -> list[_Frame]:
         found = (_frame(frame, line, known) for frame, line in frames)
         return [frame for frame in found if frame is not None]
 
-    best = in_model((frame, frame.f_lineno) for frame in error.frames)
+    best = in_model(error.frames)
     cause: BaseException | None = error
     while cause is not None:
         passed = in_model(traceback.walk_tb(cause.__traceback__))

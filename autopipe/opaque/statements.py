@@ -69,8 +69,9 @@ def can_be_taken_from(tree: ast.FunctionDef) -> bool:
 def excerpts_around(tree: ast.FunctionDef, line: int) -> Iterator[Excerpt]:
     """The statements around a line that can be a method, the fewest first."""
     path = _path(tree.body, line)
+    own = (_arguments(tree) | _Names(tree.body).written) - {self_name(tree)}
     for depth in range(len(path), 0, -1):
-        for begin, end in _growing_ranges(path[depth - 1]):
+        for begin, end in _growing_ranges(path[depth - 1], own):
             excerpt = _excerpt(tree, path[:depth], begin, end)
             if excerpt is not None:
                 yield excerpt
@@ -122,28 +123,44 @@ def _path(block: list[ast.stmt], line: int, of: ast.stmt | None = None) -> list[
     return []
 
 
-def _growing_ranges(place: Spot) -> Iterator[tuple[int, int]]:
+def _growing_ranges(place: Spot, own: Set[str]) -> Iterator[tuple[int, int]]:
     """Growing ranges of statements around one: itself, then on to the last statement that reads
     its names, and so on.
 
-    Each range is tried again from the statement that writes its inputs, which may be no tensors.
-    The last range goes to the end of the block, since reads of attributes cannot be seen by name.
+    Each range is tried again from the statement that writes its inputs, which may be no tensors,
+    and from those that made what it changes: `rows = []` before `rows.append(row)`. The last range
+    goes to the end of the block, since reads of attributes cannot be seen by name.
+
+    Args:
+        own: the names of the function, besides `self`.
     """
     block, index = place.block, place.index
-    end, follows = index + 1, _Names([block[index]]).written
+    end, follows = index + 1, _written_or_changed([block[index]], own)
     while True:
-        yield index, end
-        given = _Names(block[index:end]).read
-        writers = [n for n in range(index) if _Names([block[n]]).written & given]
-        if writers:
-            yield writers[-1], end
+        yield from _with_begins(block, index, end, own)
         readers = [n for n in range(index, len(block)) if _Names([block[n]]).read & follows]
         known = end, follows
         end = max([index, *readers]) + 1
-        follows = follows.union(*(_Names([block[n]]).written for n in readers))
+        follows = follows.union(*(_written_or_changed([block[n]], own) for n in readers))
         if (end, follows) == known:
-            yield index, len(block)
+            yield from _with_begins(block, index, len(block), own)
             return
+
+
+def _written_or_changed(statements: Sequence[ast.stmt], own: Set[str]) -> set[str]:
+    names = _Names(statements)
+    return names.written | (names.changed & own)
+
+
+def _with_begins(
+    block: Sequence[ast.stmt], index: int, end: int, own: Set[str]
+) -> Iterator[tuple[int, int]]:
+    """The range from `index` to `end`, and from where what it reads or changes is written."""
+    names = _Names(block[index:end])
+    last = {name: n for n in range(index) for name in _Names([block[n]]).written & names.read}
+    made = [last[name] for name in names.changed & own if name in last]
+    begins = (index, *([max(last.values())] if last else ()), *([min(made)] if made else ()))
+    yield from ((begin, end) for begin in dict.fromkeys(begins))
 
 
 def _excerpt(tree: ast.FunctionDef, path: Sequence[Spot], begin: int, end: int) -> Excerpt | None:
@@ -258,12 +275,14 @@ def _bound_after(statements: Sequence[ast.stmt]) -> set[str] | None:
 
 
 class _Names(ast.NodeVisitor):
-    """The names that nodes, `but` some statements, read and write in the function around them."""
+    """The names that nodes, `but` some statements, read and write in the function around them, and
+    those of what they may change: `x[0] = y`, `x.append(y)`."""
 
     def __init__(self, nodes: Sequence[ast.AST], but: Sequence[ast.stmt] = ()) -> None:
         self._but = but
         self.read: set[str] = set()
         self.written: set[str] = set()
+        self.changed: set[str] = set()
         for node in nodes:
             self.visit(node)
 
@@ -271,11 +290,28 @@ class _Names(ast.NodeVisitor):
         """`x`, read or written."""
         (self.read if isinstance(node.ctx, ast.Load) else self.written).add(node.id)
 
+    def visit_Expr(self, node: ast.Expr) -> None:
+        """`x.append(y)`, whose result nobody takes."""
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Call) and node not in self._but:
+            self._changes(node.value.func)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """`x[0]`, read or written."""
+        self.generic_visit(node)
+        if isinstance(node.ctx, ast.Store):
+            self._changes(node)
+
+    def _changes(self, node: ast.expr) -> None:
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
+            self.changed.add(node.value.id)
+
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        """`x += 1` reads x too."""
+        """`x += 1` reads x too, and changes it if it is a list."""
         self.generic_visit(node)
         if isinstance(node.target, ast.Name):
             self.read.add(node.target.id)
+            self.changed.add(node.target.id)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         """`x: int` gives x no value."""

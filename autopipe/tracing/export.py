@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopipe.eager import assigned_buffers, refused_effects, refused_modes
@@ -27,7 +27,7 @@ from autopipe.frontend.construct import off_gpus, still_real
 from autopipe.frontend.loss import Loss, SumCount, note_lines, outputs_to_loss, plain_tree
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches, without_cache
-from autopipe.ir.graph import SEQUENCE, short_name
+from autopipe.ir.graph import SEQUENCE
 from autopipe.ir.tensors import attributes_of
 from autopipe.ir.torch_patches import (
     averaging_by_tensors,
@@ -36,15 +36,15 @@ from autopipe.ir.torch_patches import (
     not_compiling,
     one_process,
 )
-from autopipe.ir.torch_private import expression, quiet
+from autopipe.ir.torch_private import quiet
 from autopipe.opaque import branches, packed, scripted
 from autopipe.opaque.regions import Running, as_ops
 from autopipe.opaque.sites import with_loss
 from autopipe.planfile.parts import InputSpec, Read
-from autopipe.planfile.placements import BIG
 from autopipe.planfile.regions import LOSS
 from autopipe.rewriting.extremes import chosen_by_tensors
 from autopipe.rewriting.gpu_autocast import of_absent_gpus
+from autopipe.tracing.exported_nodes import keep_memory_order
 from autopipe.tracing.low_precision import SixteenBits, buffers_in, cast
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
@@ -73,6 +73,7 @@ class Program(nn.Module):
         twins: modules whose tensors stand for the model's own where the loss reads them.
         regions: the calls that are ops of a trace (`opaque.regions`).
         held_twice: whether forward reads parameters from unregistered places too.
+        lines_may_fix_rows: whether lines that fix the number of rows may run as they are.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Program(nn.Module):
         self.otherwise: CaptureError | None = None
         self.twins: tuple[nn.Module, ...] = ()
         self.regions: tuple[Running, ...] = ()
+        self.lines_may_fix_rows = False
         self._still_real = still_real(model)
         self.held_twice = bool(self._still_real)
         self._registered = dict(model.named_parameters())
@@ -257,13 +259,15 @@ def capture(
         try:
             found = export()
             found = found if program.all_assigned == known else export()
-            _keep_memory_order(found.graph_module)
+            keep_memory_order(found.graph_module)
             return found
         except ModelError:
             raise
         except Exception as error:  # export raises whatever the model's own code raises
             if refusals.fixes_rows(error):
-                raise refusals.fixed_rows(export, program.model) from error
+                raise refusals.fixed_rows(
+                    export, program.model, lines=program.lines_may_fix_rows
+                ) from error
             raise refusals.in_a_trace(error, program.loss) from error
 
 
@@ -293,58 +297,3 @@ def _dynamic(spec: InputSpec, tensor: Tensor) -> dict[int, Any]:
                 known = torch.export.Dim("rows")
             found[number] = known if factor == 1 else int(factor) * known
     return found
-
-
-def _keep_memory_order(module: fx.GraphModule) -> None:
-    """Give the tensors that `as_strided` reads the memory order that they had in the trace.
-
-        x.as_strided(sizes, strides)        x.permute(order).contiguous().as_strided(sizes, strides)
-
-    The strides count elements in memory, and a tensor from another rank or stage is laid out in the
-    order of its dims. Nothing is copied where the order is the same.
-
-    Raises:
-        CaptureError: it reads beyond the tensor, or writes by strides; names the user's line.
-    """
-    for inner in module.modules():
-        for node in [*inner.graph.nodes] if isinstance(inner, fx.GraphModule) else ():
-            if str(node.target).startswith("aten.as_strided"):
-                _read_in_order(node)
-
-
-def _read_in_order(node: fx.Node) -> None:
-    aten, result = torch.ops.aten, node.meta["val"]
-    arguments: Any = node.args
-    x, sizes, strides, *offset = arguments
-    source = x.meta["val"]
-    order = sorted(range(source.dim()), key=lambda dim: -_number(source.stride(dim)))
-    begin = _number(offset[0]) - _number(source.storage_offset()) if offset else 0
-    steps = zip(result.shape, result.stride(), strict=True)
-    end = begin + sum((_number(size) - 1) * _number(stride) for size, stride in steps)
-    within = 0 <= begin and end < _number(source.numel()) and source.permute(order).is_contiguous()
-    if node.target is not aten.as_strided.default or not within:
-        name = short_name(str(node.target))
-        raise CaptureError(
-            f"{user_lines.of_trace(node.stack_trace)}: {name}() reads or writes memory beside the "
-            "tensor that it is given, and other ranks have something else there",
-            hint="call it on the whole tensor, or on x.contiguous()",
-        )
-    ops: list[Any] = [(aten.permute.default, order), (aten.contiguous.default,)]
-    if begin:
-        ops += [(aten.flatten.using_ints,), (aten.slice.Tensor, 0, begin)]
-    with node.graph.inserting_before(node):
-        for op, *rest in ops:
-            source = op(source, *rest)
-            x = node.graph.call_function(op, (x, *rest))
-            x.meta = {**node.meta, "val": source}
-    node.args = (x, sizes, strides)
-
-
-def _number(size: int | torch.SymInt | fx.Node) -> int:
-    """The value of a size for many rows, without a guard on their number."""
-    if isinstance(size, fx.Node):
-        return _number(size.meta["val"])
-    if isinstance(size, int):
-        return size
-    found = expression(size)
-    return int(found.subs(dict.fromkeys(found.free_symbols, BIG)))

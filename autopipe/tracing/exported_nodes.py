@@ -1,4 +1,4 @@
-"""Interpret single nodes and names of torch.export's program, and move copies of buffers."""
+"""Interpret single nodes and names of torch.export's program, and put some in another order."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from autopipe.ir.graph import (
     Ref,
     State,
     arguments,
+    short_name,
     values_in,
 )
-from autopipe.ir.torch_private import is_fake, storage_key, writes
+from autopipe.ir.torch_private import expression, is_fake, storage_key, writes
+from autopipe.planfile.placements import BIG
 
 LOSS_SCOPE = "loss()"
 """The scope of what the loss function computes; no module can be called that."""
@@ -237,3 +239,58 @@ def live_nodes(nodes: Sequence[Node], outputs: tuple[Arg, ...]) -> tuple[Node, .
             kept.append(node)
             needed.update(v.node for v in node.values() if isinstance(v, Ref))
     return tuple(reversed(kept))
+
+
+def keep_memory_order(module: fx.GraphModule) -> None:
+    """Give the tensors that `as_strided` reads the memory order that they had in the trace.
+
+        x.as_strided(sizes, strides)        x.permute(order).contiguous().as_strided(sizes, strides)
+
+    The strides count elements in memory, and a tensor from another rank or stage is laid out in the
+    order of its dims. Nothing is copied where the order is the same.
+
+    Raises:
+        CaptureError: it reads beyond the tensor, or writes by strides; names the user's line.
+    """
+    for inner in module.modules():
+        for node in [*inner.graph.nodes] if isinstance(inner, fx.GraphModule) else ():
+            if str(node.target).startswith("aten.as_strided"):
+                _read_in_order(node)
+
+
+def _read_in_order(node: fx.Node) -> None:
+    aten, result = torch.ops.aten, node.meta["val"]
+    arguments: Any = node.args
+    x, sizes, strides, *offset = arguments
+    source = x.meta["val"]
+    order = sorted(range(source.dim()), key=lambda dim: -_number(source.stride(dim)))
+    begin = _number(offset[0]) - _number(source.storage_offset()) if offset else 0
+    steps = zip(result.shape, result.stride(), strict=True)
+    end = begin + sum((_number(size) - 1) * _number(stride) for size, stride in steps)
+    within = 0 <= begin and end < _number(source.numel()) and source.permute(order).is_contiguous()
+    if node.target is not aten.as_strided.default or not within:
+        name = short_name(str(node.target))
+        raise CaptureError(
+            f"{user_lines.of_trace(node.stack_trace)}: {name}() reads or writes memory beside the "
+            "tensor that it is given, and other ranks have something else there",
+            hint="call it on the whole tensor, or on x.contiguous()",
+        )
+    ops: list[Any] = [(aten.permute.default, order), (aten.contiguous.default,)]
+    if begin:
+        ops += [(aten.flatten.using_ints,), (aten.slice.Tensor, 0, begin)]
+    with node.graph.inserting_before(node):
+        for op, *rest in ops:
+            source = op(source, *rest)
+            x = node.graph.call_function(op, (x, *rest))
+            x.meta = {**node.meta, "val": source}
+    node.args = (x, sizes, strides)
+
+
+def _number(size: int | torch.SymInt | fx.Node) -> int:
+    """The value of a size for many rows, without a guard on their number."""
+    if isinstance(size, fx.Node):
+        return _number(size.meta["val"])
+    if isinstance(size, int):
+        return size
+    found = expression(size)
+    return int(found.subs(dict.fromkeys(found.free_symbols, BIG)))

@@ -164,6 +164,7 @@ def trace_source(
     outputs: bool = False,
     kept: SixteenBits | None = None,
     others: Callable[[], object] | None = None,
+    lines_may_fix_rows: bool = False,
     say: Say | None = None,
 ) -> Trace:
     """Trace a model; allocate its weights only if Python reads a value that depends on one.
@@ -200,6 +201,7 @@ def trace_source(
         kept=kept,
         original=model if isinstance(model, nn.Module) else None,
         others=others,
+        lines_may_fix_rows=lines_may_fix_rows,
         say=say,
     )
 

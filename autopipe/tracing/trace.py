@@ -18,6 +18,7 @@ from autopipe.eager import refused_effects
 from autopipe.eager.kept import caches_put_back, without_values
 from autopipe.errors import CaptureError, ModelError, OtherBranch
 from autopipe.frontend import batch as batches
+from autopipe.frontend import refusals
 from autopipe.frontend.loss import Loss, check_arguments
 from autopipe.ir import check
 from autopipe.ir.graph import SEQUENCE, Graph
@@ -100,6 +101,7 @@ def trace(
     kept: SixteenBits | None = None,
     original: nn.Module | None = None,
     others: Callable[[], object] | None = None,
+    lines_may_fix_rows: bool = False,
     say: Say | None = None,
 ) -> Trace:
     """Trace a model with fake parameters (`construct.fake_copy`, `.build_fake`).
@@ -120,6 +122,7 @@ def trace(
             hold it, and read its parameters.
         others: makes a batch of as many other rows; a call in which Python reads other values of
             these rows becomes a region.
+        lines_may_fix_rows: whether lines that fix the number of rows may become a region.
         say: receives one line of progress text at a time.
 
     Raises:
@@ -141,6 +144,7 @@ def trace(
         program = Program(model, batch, loss, specs, outputs=outputs, kept=kept)
         program.twins = () if original is None else (original,)
         program.training = training
+        program.lines_may_fix_rows = lines_may_fix_rows
         tracing = _Tracing(
             *(program, leaves, tuple(specs), tuple(regions), symbolic, kept, say),
             others and (lambda: tensors_of(batches.flatten(others()), specs)),
@@ -163,19 +167,6 @@ def trace(
 def _answer(read: Read) -> tuple[str, str]:
     """A read's kind and, if it is checked, its value as text, in which nan equals nan."""
     return read.kind, repr(read.value) if read.checked else ""
-
-
-_LIFTED = "a fake tensor in the exported program constant's list"
-"""Export's message for a parameter, or a tensor made from one, that the model does not register."""
-
-
-def _kept_outside(names: Sequence[str]) -> CaptureError:
-    return CaptureError(
-        f"the model keeps parameters, or what it has made of them, in {', '.join(names)}, which is "
-        "outside of its own parameters and buffers, and computes with them",
-        hint="read a parameter where it is registered, self.layer.weight; and register a copy as a "
-        "buffer: self.register_buffer(name, p.detach().clone())",
-    )
 
 
 @dataclass(frozen=True)
@@ -320,11 +311,11 @@ class _Tracing:
                     symbolic=self.symbolic,
                 )
         except CaptureError as error:
-            if _LIFTED not in str(error.__cause__):
+            if refusals.LIFTED not in str(error.__cause__):
                 raise
             if program.held_twice:
                 outside = without_values(program.model)
-                raise (_kept_outside(outside) if outside else error) from error
+                raise (refusals.kept_outside(outside) if outside else error) from error
             program.held_twice = True
         return self.captured(reads, alike)
 

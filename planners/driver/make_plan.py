@@ -299,14 +299,18 @@ def _traced(
     say: Say,
 ) -> Trace:
     """The trace for any number of rows; for one number, if the model fixes it and the request
-    gives it."""
+    gives it.
+
+    Where it does not, the lines that fix it may run as they are, though nothing cuts them then.
+    """
     at = partial(trace_source, request.model, specs=specs, loss=request.loss, skeleton=skeleton)
     at = partial(at, kept=request.sixteen_bits, say=say)
     others = partial(second, request.inputs, example, specs)
+    size = request.microbatch_rows(rows)
     try:
-        return at(batch.two_rows(example, specs), others=others)
+        two = batch.two_rows(example, specs)
+        return at(two, others=others, lines_may_fix_rows=size is None)
     except RowsFixed as refusal:
-        size = request.microbatch_rows(rows)
         if size is None:
             raise RowsFixed(
                 refusal.message,

@@ -144,6 +144,13 @@ class Pooled(nn.Module):
             picked = h + total
         return found
 
+    def appended(self, h):
+        rows = []
+        scale = 2
+        for number in range(int(h.shape[0])):
+            rows.append(h[number] * scale)
+        return torch.stack(rows)
+
     def looks_around(self, h):
         picked = h[h > 0]
         return locals()["picked"]
@@ -162,6 +169,14 @@ def test_the_fewest_lines_come_first() -> None:
         *("forward_lines_3_to_4", "forward_lines_2_to_4"),
         *("forward_lines_3_to_5", "forward_lines_2_to_5"),
         *("forward_lines_3_to_6", "forward_lines_2_to_6"),
+    ]
+
+
+def test_what_a_line_changes_is_made_and_read_there_too() -> None:
+    """The loop, from `scale`, from `rows`, which it changes; then with the line that reads them."""
+    assert candidates("appended", 3) == [
+        *("appended_lines_4_to_5", "appended_lines_3_to_5", "appended_lines_2_to_5"),
+        *("appended_lines_4_to_6", "appended_lines_3_to_6", "appended_lines_2_to_6"),
     ]
 
 

@@ -4,11 +4,14 @@
 
 The rows of a micro-batch are known where all that they follow from is asked for. A loss may see how
 rows are grouped, which such a graph does not show: it has to be asked for by micro-batch.
+
+Where they are not known, the lines that fix them run as they are, if they can.
 """
 
 from __future__ import annotations
 
 import copy
+from types import FunctionType
 
 import pytest
 import torch
@@ -54,6 +57,50 @@ class Numbered(Net):
         return self.down(self.middle(hidden).relu() if len(hidden) == 4 else hidden)
 
 
+class Pair(Net):
+    """No lines of it can run as they are: a micro-batch may have four rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.up(x)
+        return self.down(torch.stack([self.middle(first), self.middle(second)]).relu())
+
+
+class Appended(Net):
+    """Bug: refused, as a list that is made before the loop cannot be given to a method."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = []
+        hidden = self.up(x)
+        for row in range(x.shape[0]):
+            rows.append(self.middle(hidden[row]))
+        return self.down(torch.stack(rows).relu())
+
+
+class Int(Net):
+    """int() of a size is a number of one graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = int(x.shape[0])
+        hidden = self.up(x).reshape(count, 2, -1).flip(1).reshape(count, -1)
+        return self.down(self.middle(hidden).relu())
+
+
+class Slopes(Net):
+    """torch.gradient asks how many there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        slopes = torch.gradient(hidden, dim=1)[0] + torch.gradient(hidden, dim=0)[0]
+        return self.down(self.middle(hidden + slopes).relu())
+
+
+def apart(kind: type[Net]) -> type[Net]:
+    """A class whose forward may get other code, with nothing changed for the other tests."""
+    plain = kind.forward
+    forward = FunctionType(plain.__code__, plain.__globals__, "forward")
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
 KINDS = [RowByRow, Listed, Numbered]
 
 
@@ -86,8 +133,41 @@ def test_split_it_computes_what_the_model_does(kind: type[Net], tmp_path) -> Non
 def test_where_the_rows_are_not_known_it_is_refused(left_out: str) -> None:
     words = {name: value for name, value in KNOWN.items() if name != left_out}
     with pytest.raises(CaptureError, match="the number of rows is fixed here") as error:
-        autopipe.plan(built(RowByRow), inputs, loss=square, cluster=machine(2), **words)
+        autopipe.plan(built(Pair), inputs, loss=square, cluster=machine(2), **words)
     assert "say how many rows a micro-batch has (--micro-batch-size)" in str(error.value)
+
+
+LINES = {
+    RowByRow: "3_to_4",
+    Listed: "2_to_2",
+    Numbered: "3_to_3",
+    Appended: "2_to_6",
+    Int: "2_to_3",
+    Slopes: "3_to_3",
+}
+
+
+@pytest.mark.parametrize(
+    "kind", chosen(LINES, now=(Appended, Int, Slopes)), ids=lambda kind: kind.__name__
+)
+def test_where_the_rows_are_not_known_the_lines_run_as_they_are(kind: type[Net]) -> None:
+    """Bug: refused, where the same lines in a method of their own ran."""
+    model, said = built(apart(kind)), []
+    words = {"dp": 1, "micro_batches": 2, "batch_size": 8, "say": said.append}
+    plan = autopipe.plan(model, inputs, loss=square, cluster=machine(2), pp=2, **words)
+    assert not plan.rows_fixed
+    assert [region.name for region in plan.regions] == [f"forward_lines_{LINES[kind]}()"]
+    mixing = kind in (RowByRow, Numbered, Slopes)
+    assert any("depend on the other rows" in line for line in said) == mixing
+    assert not any("torch.distributed" in line for line in said), "autopipe itself asked"
+    trace = trace_planned(model, inputs, square, plan).trace
+    batch, losses = inputs(6), []
+    found = staged_step(copy.deepcopy(model), trace, batch, [len(trace.graph.nodes) // 2], 2)
+    for k in range(2):
+        rows = {name: tensor[3 * k : 3 * k + 3] for name, tensor in batch.items()}
+        losses.append(square(model(rows["x"]), rows))
+        (losses[-1] / 2).backward()
+    assert not differences(found, Step.of(losses, model), tolerance=1e-6)
 
 
 def test_the_size_of_a_micro_batch_is_enough() -> None:
