@@ -100,8 +100,9 @@ def _read(value: Any, whose: str, place: str, hint: str | None) -> Tensor | SumC
     if _is_scalar(value):
         loss: Tensor = value
         return loss
-    if _counted(value):
-        return SumCount(value[0], _as_tensor(value[1], value[0]))
+    value = counted_by_tensor(value)
+    if isinstance(value, SumCount):
+        return value
     if isinstance(value, tuple | list) and len(value) > 1 and _is_scalar(value[0]):
         things = ", ".join(_described(item) for item in value)
         raise ModelError(
@@ -146,6 +147,11 @@ def _is_integer(value: Tensor) -> bool:
 def _is_figure(value: Any) -> bool:
     """Whether a value beside a loss is a single number, such as an accuracy or a second loss."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
+
+
+def counted_by_tensor(value: Any) -> Any:
+    """A sum and a count as a `SumCount` of two scalar tensors; another value as it is."""
+    return SumCount(value[0], _as_tensor(value[1], value[0])) if _counted(value) else value
 
 
 def _as_tensor(count: Any, beside: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from autopipe.ir.torch_private import (
 )
 from autopipe.opaque.custom_functions import as_written
 from autopipe.opaque.results import as_measured, at_rows, inverse
-from autopipe.opaque.sites import SiteCall, call, site_of, standing_in, state_of
+from autopipe.opaque.sites import LossCall, SiteCall, call, site_of, standing_in, state_of
 from autopipe.opaque.sparse import owned, to_device
 from autopipe.opaque.states import differ, put
 from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, returned, to_text, whole_of
@@ -295,7 +295,7 @@ def _code(running: Running, model: nn.Module, tensors: Sequence[Tensor]) -> Call
     assert running.loss is not None, "a trace without a loss has no region of it"
     if isinstance(running.loss, nn.Module) and tensors:
         running.loss.to(tensors[0].device)
-    return running.loss
+    return LossCall(running.loss)
 
 
 def _set(inner: Mapping[str, nn.Module], values: Mapping[str, Mapping[str, Any]]) -> None:

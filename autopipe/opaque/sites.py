@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from autopipe.frontend.loss import Loss
+from autopipe.frontend.loss import Loss, counted_by_tensor
 from autopipe.ir.torch_private import hooks_put_aside
 from autopipe.opaque import outlined
 from autopipe.planfile.regions import LOSS, WHOLE, Region
@@ -55,8 +55,8 @@ class LossCall:
         self.__wrapped__ = loss  # as functools.wraps has it: where it begins is read off
 
     def __call__(self, outputs: Any, batch: Any) -> Any:
-        """What the loss gives."""
-        return self.__wrapped__(outputs, batch)
+        """What the loss gives; a count as a tensor, as one of chosen tokens is no fixed number."""
+        return counted_by_tensor(self.__wrapped__(outputs, batch))
 
 
 @contextmanager

@@ -79,31 +79,35 @@ def excerpts_around(tree: ast.FunctionDef, line: int) -> Iterator[Excerpt]:
 
 def excerpt_at(tree: ast.FunctionDef, first: int, last: int) -> Excerpt | None:
     """The excerpt of exactly these lines; None if they cannot be a method."""
-    path, end = _at(tree, first, last)
-    return _excerpt(tree, path, path[-1].index, end) if path else None
+    found = _at(tree, first, last)
+    return found and found[2]
 
 
 def put_call(tree: ast.FunctionDef, excerpt: Excerpt, call: ast.stmt) -> list[ast.stmt]:
     """Replace the statements of an excerpt by one, and return them."""
-    path, end = _at(tree, excerpt.first, excerpt.last)
-    block, begin = path[-1].block, path[-1].index
-    taken = block[begin:end]
-    block[begin:end] = [ast.copy_location(call, taken[0])]
+    found = _at(tree, excerpt.first, excerpt.last)
+    assert found is not None, "an excerpt of another function"
+    place, end, _ = found
+    taken = place.block[place.index : end]
+    place.block[place.index : end] = [ast.copy_location(call, taken[0])]
     return taken
 
 
-def _at(tree: ast.FunctionDef, first: int, last: int) -> tuple[list[Spot], int]:
-    """The path to the first statement in exactly these lines, and the index behind the last one.
+def _at(tree: ast.FunctionDef, first: int, last: int) -> tuple[Spot, int, Excerpt] | None:
+    """The first of the statements in exactly these lines, the index behind the last one, and their
+    excerpt; None if they cannot be a method.
 
-    The path is empty if there are no such statements.
+    They may be within another one in these lines: `if mask is None: return x[0]`.
     """
     path = _path(tree.body, first)
     for depth, place in enumerate(path, 1):
-        block = place.block
-        ends = [n for n in range(place.index, len(block)) if block[n].end_lineno == last]
-        if block[place.index].lineno == first and ends:
-            return path[:depth], ends[-1] + 1
-    return [], 0
+        block, begin = place.block, place.index
+        ends = [n for n in range(begin, len(block)) if block[n].end_lineno == last]
+        if block[begin].lineno == first and ends:
+            excerpt = _excerpt(tree, path[:depth], begin, ends[-1] + 1)
+            if excerpt is not None:
+                return place, ends[-1] + 1, excerpt
+    return None
 
 
 def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:

@@ -1,5 +1,7 @@
 """A loss that no trace can look into runs as it is: its rows are chosen, or matched, by values."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -116,6 +118,25 @@ def test_a_sum_and_a_count():
         return autopipe.SumCount(total, kept.sum())
 
     assert planned(built(Net), counted, pp=2, micro_batches=2).regions
+
+
+def test_a_count_may_be_the_number_of_what_was_chosen():
+    """Bug: an integer, another one in each batch, could not be given by what runs as it is."""
+
+    def counted(outputs, batch):
+        kept = (outputs - batch["y"])[batch["y"] > 0]
+        return autopipe.SumCount(kept.square().sum(), kept.numel())
+
+    model = built(Net)
+    plan = planned(model, counted, pp=1, dp=1, micro_batches=2)
+    assert [region.name for region in plan.regions] == ["loss()"]
+    pipe = autopipe.parallelize(copy.deepcopy(model), plan, loss=counted)
+    batch = inputs(4)
+    total, count = counted(model(batch["x"]), batch)
+    (total / count).backward()
+    assert pipe.step(batch).item() == pytest.approx(total.item() / count)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
 
 
 def test_over_the_whole_batch():

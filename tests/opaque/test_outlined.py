@@ -151,6 +151,12 @@ class Pooled(nn.Module):
             rows.append(h[number] * scale)
         return torch.stack(rows)
 
+    def in_a_line(self, h):
+        # fmt: off
+        if len(h) > 2: return h[h > 1].sum()  # noqa: E701 (as some write it)
+        # fmt: on
+        return h.sum()
+
     def looks_around(self, h):
         picked = h[h > 0]
         return locals()["picked"]
@@ -198,6 +204,14 @@ def test_a_round_may_end_before_the_rest_of_it() -> None:
     for name in names:
         outlined.outline(Pooled, name)
         assert Pooled().continued(torch.arange(4.0)) == 6 + 30 + 5, name
+
+
+def test_a_return_may_stand_in_the_line_of_its_condition() -> None:
+    """Bug: the line was taken for the whole `if`, which no method can be, "plan again"."""
+    assert candidates("in_a_line", 2) == ["in_a_line_lines_3_to_3"]
+    outlined.outline(Pooled, "in_a_line_lines_3_to_3")
+    assert Pooled().in_a_line(torch.arange(4.0)) == 5
+    assert Pooled().in_a_line(torch.arange(2.0)) == 1
 
 
 def test_a_function_that_looks_at_all_its_names_stays_whole() -> None:
