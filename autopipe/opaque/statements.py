@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 _LOOPS = (ast.For, ast.While)
-_TRIES = (ast.Try, ast.TryStar)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LATE = (*_SCOPES, ast.GeneratorExp)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -139,21 +138,16 @@ def _growing_ranges(place: Spot, own: Set[str]) -> Iterator[tuple[int, int]]:
         own: the names of the function, besides `self`.
     """
     block, index = place.block, place.index
-    end, follows = index + 1, _written_or_changed([block[index]], own)
+    end, follows = index + 1, _Names([block[index]]).followed(own)
     while True:
         yield from _with_begins(block, index, end, own)
         readers = [n for n in range(index, len(block)) if _Names([block[n]]).read & follows]
         known = end, follows
         end = max([index, *readers]) + 1
-        follows = follows.union(*(_written_or_changed([block[n]], own) for n in readers))
+        follows = follows.union(*(_Names([block[n]]).followed(own) for n in readers))
         if (end, follows) == known:
             yield from _with_begins(block, index, len(block), own)
             return
-
-
-def _written_or_changed(statements: Sequence[ast.stmt], own: Set[str]) -> set[str]:
-    names = _Names(statements)
-    return names.written | (names.changed & own)
 
 
 def _with_begins(
@@ -204,10 +198,7 @@ def _bound_before(tree: ast.FunctionDef, path: Sequence[Spot], begin: int) -> se
     """Names that have values for certain when the statements from `begin` on run."""
     found = _arguments(tree)
     for place in path:
-        if isinstance(place.of, ast.For):
-            found |= _Names([place.of.target]).written
-        elif isinstance(place.of, ast.With):
-            found |= _Names(place.of.items).written
+        found |= _bound_by_head(place.of)
         upto = begin if place is path[-1] else place.index
         found |= _bound_after(place.block[:upto]) or set()
     return found
@@ -221,7 +212,7 @@ def _read_after(path: Sequence[Spot], end: int) -> set[str]:
         found |= _read_first(rest)
         if isinstance(place.of, _LOOPS):  # its next round, which may begin before all of the rest
             found |= _read_first([place.of])
-        elif isinstance(place.of, _TRIES):
+        elif isinstance(place.of, ast.Try | ast.TryStar):
             found |= _Names([place.of]).read
     return found
 
@@ -233,8 +224,7 @@ def _share_cells(tree: ast.FunctionDef, taken: Sequence[ast.stmt], names: _Names
     """
     rest = _Names(tree.body, but=taken)
     inside = {id(node) for statement in taken for node in ast.walk(statement)}
-    nodes = (node for statement in tree.body for node in ast.walk(statement))
-    late = (node for node in nodes if isinstance(node, _LATE))
+    late = (node for part in tree.body for node in ast.walk(part) if isinstance(node, _LATE))
     return any(
         _Names([node]).read & (rest if id(node) in inside else names).written for node in late
     )
@@ -245,15 +235,28 @@ def _read_first(statements: Sequence[ast.stmt], known: Set[str] = frozenset()) -
     found = set[str]()
     for statement in statements:
         blocks = [*_blocks(statement)]
-        inner = known
-        if isinstance(statement, ast.For):
-            inner |= _Names([statement.target]).written
-        if isinstance(statement, ast.With):
-            inner |= _Names(statement.items).written
+        inner = known | _bound_by_head(statement)
         heads = _Names([statement], but=[each for block in blocks for each in block])
         found |= (heads.read - known).union(*(_read_first(block, inner) for block in blocks))
         known |= _bound_after([statement]) or set()
     return found
+
+
+def _bound_by_head(statement: ast.stmt | None) -> set[str]:
+    """Names that have values for certain in the blocks of a statement, by what is before these."""
+    match statement:
+        case ast.For():
+            return _Names([statement.target]).written
+        case ast.With():
+            return _Names(statement.items).written
+        case ast.Match():
+            return _Names([part.pattern for part in statement.cases]).written
+        case ast.If() | ast.While():
+            first = statement.test  # `(k := f(x)) > 2 and g(k)`: the rest may not run
+            while isinstance(first, ast.BoolOp | ast.Compare):
+                first = first.values[0] if isinstance(first, ast.BoolOp) else first.left
+            return {first.target.id} if isinstance(first, ast.NamedExpr) else set()
+    return set()
 
 
 def _bound_after(statements: Sequence[ast.stmt]) -> set[str] | None:
@@ -268,9 +271,9 @@ def _bound_after(statements: Sequence[ast.stmt]) -> set[str] | None:
                 going_on = [bound for bound in branches if bound is not None]
                 if not going_on:
                     return None
-                found |= set.intersection(*going_on)
+                found |= _bound_by_head(statement).union(set.intersection(*going_on))
             case ast.With():
-                found |= _Names(statement.items).written | (_bound_after(statement.body) or set())
+                found |= _bound_by_head(statement) | (_bound_after(statement.body) or set())
             case ast.For() | ast.While() | ast.Try() | ast.TryStar() | ast.Match():
                 pass
             case _:
@@ -290,6 +293,10 @@ class _Names(ast.NodeVisitor):
         for node in nodes:
             self.visit(node)
 
+    def followed(self, own: Set[str]) -> set[str]:
+        """The names that are written, and those of `own` that are changed."""
+        return self.written | (self.changed & own)
+
     def visit_Name(self, node: ast.Name) -> None:
         """`x`, read or written."""
         (self.read if isinstance(node.ctx, ast.Load) else self.written).add(node.id)
@@ -297,18 +304,16 @@ class _Names(ast.NodeVisitor):
     def visit_Expr(self, node: ast.Expr) -> None:
         """`x.append(y)`, whose result nobody takes."""
         self.generic_visit(node)
-        if isinstance(node.value, ast.Call) and node not in self._but:
-            self._changes(node.value.func)
+        match node.value:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name))) if node not in self._but:
+                self.changed.add(name)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         """`x[0]`, read or written."""
         self.generic_visit(node)
-        if isinstance(node.ctx, ast.Store):
-            self._changes(node)
-
-    def _changes(self, node: ast.expr) -> None:
-        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
-            self.changed.add(node.value.id)
+        match node:
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()):
+                self.changed.add(name)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         """`x += 1` reads x too, and changes it if it is a list."""

@@ -157,6 +157,18 @@ class Pooled(nn.Module):
         # fmt: on
         return h.sum()
 
+    def named_within(self, h):
+        if (most := int(h.max())) > 2:
+            h = h[:most]
+        return h.sum()
+
+    def matched(self, h):
+        total = h.sum()
+        match [h, h[h > 1]]:
+            case [whole, part]:
+                total = whole.sum() + part.sum()
+        return total
+
     def looks_around(self, h):
         picked = h[h > 0]
         return locals()["picked"]
@@ -212,6 +224,24 @@ def test_a_return_may_stand_in_the_line_of_its_condition() -> None:
     outlined.outline(Pooled, "in_a_line_lines_3_to_3")
     assert Pooled().in_a_line(torch.arange(4.0)) == 5
     assert Pooled().in_a_line(torch.arange(2.0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "line", "names"),
+    [
+        ("named_within", 1, ["2_to_3", "2_to_4"]),
+        ("matched", 2, ["3_to_5", "3_to_6", "2_to_6"]),
+    ],
+)
+def test_a_condition_and_a_pattern_may_name_what_the_lines_below_read(
+    method: str, line: int, names: list[str]
+) -> None:
+    """Bug: the name was taken for one that must have a value before."""
+    assert candidates(method, line) == [f"{method}_lines_{lines}" for lines in names]
+    h = torch.arange(5.0)
+    expected = getattr(Pooled(), method)(h)
+    outlined.outline(Pooled, f"{method}_lines_{names[-1]}")
+    assert torch.equal(getattr(Pooled(), method)(h), expected)
 
 
 def test_a_function_that_looks_at_all_its_names_stays_whole() -> None:
