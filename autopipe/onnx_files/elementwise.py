@@ -139,7 +139,10 @@ def _shrunk(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
     return torch.where(x < -edge, x + bias, outer)
 
 
-def _prelu(x: Tensor, slope: Tensor) -> Tensor:
+def _prelu(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
+    x, slope = map(as_tensor, inputs)
+    if node.version < 7 and slope.numel() > 1:  # then one for each channel; later, as * broadcasts
+        slope = slope.reshape(-1, *(1 for _ in x.shape[2:]))
     return torch.where(x >= 0, x, x * slope)
 
 
@@ -227,7 +230,7 @@ ELEMENTWISE: dict[str, Function] = {
     "CastLike": _cast_like,
     "Clip": _clip,
     "Gelu": _gelu,
-    "PRelu": of_tensors(_prelu),
+    "PRelu": _prelu,
     "Swish": _swish,
     "HardSigmoid": _hard_sigmoid,
     "HardSwish": of_tensors(F.hardswish),

@@ -96,7 +96,7 @@ class OnnxModule(nn.Module):
         self._paths: dict[str, str] = {}
         self._tied: dict[str, tuple[str, bool]] = {}
         inputs = _inputs(graph)
-        self.entries = tuple(_entry(value, self._file) for value in inputs)
+        self.entries = _entries(inputs, self._file)
         self._names = tuple(value.name for value in inputs)
         self.results = tuple(value.name for value in graph.output)
         known = [value.type.tensor_type for value in graph.output]
@@ -224,7 +224,7 @@ def from_onnx(path: str | Path) -> nn.Module:
     """
     path = Path(path)
     model = _read(path)
-    names = [_entry(value, path.name).name for value in _inputs(model.graph)]
+    names = [entry.name for entry in _entries(_inputs(model.graph), path.name)]
 
     def forward(self: OnnxModule, *args: Any, **kwargs: Any) -> Any:
         return OnnxModule.forward(self, *args, **kwargs)
@@ -315,20 +315,29 @@ def _trained(graph: onnx.GraphProto) -> frozenset[str]:
     )
 
 
-def _entry(value: onnx.ValueInfoProto, file: str) -> FileInput:
-    """An input of the file.
+def _entries(values: Sequence[onnx.ValueInfoProto], file: str) -> tuple[FileInput, ...]:
+    """The inputs of the file, each with a name that an argument may have: `0` is `input_0`.
 
     Raises:
-        ModelError: the entry is no tensor, or has a dtype that is not read.
+        ModelError: an entry is no tensor, or has a dtype that is not read.
     """
-    tensor = value.type.tensor_type
-    if not value.type.HasField("tensor_type") or tensor.elem_type not in DTYPES:
-        raise ModelError(f"{file}: the input {value.name!r} is no tensor of a dtype that is read")
-    dims = tuple(
-        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}_{n}"
-        for n, dim in enumerate(tensor.shape.dim)
-    )
-    return FileInput("_".join(_python_names(value.name)), DTYPES[tensor.elem_type], dims)
+    found: dict[str, FileInput] = {}
+    for value in values:
+        tensor = value.type.tensor_type
+        if not value.type.HasField("tensor_type") or tensor.elem_type not in DTYPES:
+            raise ModelError(
+                f"{file}: the input {value.name!r} is no tensor of a dtype that is read"
+            )
+        dims = tuple(
+            dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}_{n}"
+            for n, dim in enumerate(tensor.shape.dim)
+        )
+        name = "_".join(_python_names(value.name))
+        name = f"input_{name}" if name[0].isdigit() else name
+        while name in found:  # of two names that Python cannot tell apart
+            name += "_"
+        found[name] = FileInput(name, DTYPES[tensor.elem_type], dims)
+    return tuple(found.values())
 
 
 def _python_names(name: str) -> Sequence[str]:

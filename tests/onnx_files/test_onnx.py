@@ -6,6 +6,7 @@ are paired with the original's by their numbers.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import warnings
@@ -17,7 +18,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper, save
+from onnx import NodeProto, TensorProto, helper, numpy_helper, save
 from torch import Tensor, nn
 
 import autopipe as package
@@ -323,3 +324,40 @@ def test_a_weight_that_is_written_twice_is_one(tmp_path: Path) -> None:
 
 def _size(gradient: Tensor) -> float:
     return float(gradient.norm())
+
+
+def old_file(path: Path, node: NodeProto, inputs: Sequence[str], held: Any) -> None:
+    """A file of op set 6, of one node; its inputs and its output have `rows` x 3 x 3 numbers."""
+    values = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 3, 3])
+        for name in (*inputs, "y")
+    ]
+    kept = [] if held is None else [numpy_helper.from_array(held, "slope")]
+    # As such files are: what is held is among the inputs.
+    kept_values = [helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in kept]
+    graph = helper.make_graph([node], "old", [*values[:-1], *kept_values], values[-1:], kept)
+    opsets = [helper.make_opsetid("", 6)]
+    save(helper.make_model(graph, opset_imports=opsets, ir_version=3), path)
+
+
+def test_inputs_may_have_any_names(tmp_path: Path) -> None:
+    """Bug: torch once named a file's inputs `0`, `1`, which no argument of Python is called."""
+    names = ["0", "input.1", "input_1:0", "input:1_0"]
+    old_file(tmp_path / "sum.onnx", helper.make_node("Sum", names, ["y"]), names, None)
+    model = package.from_onnx(tmp_path / "sum.onnx")
+    arguments = ["input_0", "input_1", "input_1_0", "input_1_0_"]
+    assert [*inspect.signature(model.forward).parameters] == arguments
+    x = torch.arange(9.0).reshape(1, 3, 3)
+    given = {name: x * 10**n for n, name in enumerate(arguments)}
+    assert torch.equal(model(**given), x * 1111)
+    assert torch.equal(model(*given.values()), x * 1111)
+
+
+def test_slopes_of_old_files_are_of_channels(tmp_path: Path) -> None:
+    """Bug: since op set 7 slopes are broadcast as a factor is, and these were read as such."""
+    node = helper.make_node("PRelu", ["x", "slope"], ["y"])
+    slopes = np.array([0.5, 0.25, 0.125], np.float32)
+    old_file(tmp_path / "prelu.onnx", node, ["x"], slopes)
+    x = -torch.arange(1.0, 19.0).reshape(2, 3, 3)
+    expected = nn.functional.prelu(x, torch.tensor(slopes))
+    assert torch.equal(package.from_onnx(tmp_path / "prelu.onnx")(x), expected)
