@@ -50,6 +50,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "TorchDispatchMode",
+    "argument_types",
     "buffer_names",
     "constructing",
     "expression",
@@ -72,7 +73,6 @@ __all__ = [
     "quiet",
     "scripted_from",
     "share_members",
-    "sparse_argument",
     "storage_key",
     "tensor_hooks",
     "tree_map",
@@ -197,7 +197,14 @@ def is_control_flow(op: object) -> bool:
 @cache
 def formal_arguments(op: Any) -> Mapping[str, Any]:
     """The names of an op's arguments, in order, with their defaults; None if there is none."""
-    return {argument.name: argument.default_value for argument in op._schema.arguments}
+    taken = getattr(getattr(op, "_schema", None), "arguments", ())
+    return {argument.name: argument.default_value for argument in taken}
+
+
+@cache
+def argument_types(op: Any) -> Mapping[str, str]:
+    """The names of a torch op's arguments, in order, with their types: `{"n": "int"}`."""
+    return {argument.name: str(argument.type) for argument in op._schema.arguments}
 
 
 @cache
@@ -217,18 +224,8 @@ def views(op: Any) -> bool:
 
 def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that one call of an op writes in place."""
-    names = [argument.name for argument in op._schema.arguments] if writes(op) else []
-    return [
-        args[position] if position < len(args) else kwargs.get(names[position])
-        for position in writes(op)
-    ]
-
-
-@cache
-def sparse_argument(op: Any) -> int | None:
-    """The position of an op's argument `sparse` (of an embedding); None: it has none."""
-    names = [*formal_arguments(op)] if hasattr(op, "_schema") else []
-    return names.index("sparse") if "sparse" in names else None
+    given = {**dict(zip(names := [*formal_arguments(op)], args, strict=False)), **kwargs}
+    return [given.get(names[position]) for position in writes(op)]
 
 
 def scripted_from(function: torch.jit.ScriptFunction[Any, Any]) -> Callable[..., Any] | None:

@@ -20,11 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+
+import torch
 
 from autopipe.ir import check
 from autopipe.ir.dataflow import Dataflow, analyse, gradient_values, is_random
 from autopipe.ir.graph import Graph, Node, Ref, State, Value, arguments, resolve, swap, values_in
-from autopipe.ir.torch_private import writes
+from autopipe.ir.torch_private import argument_types, writes
 from autopipe.sharding.strategies import is_pointwise
 
 
@@ -134,8 +137,10 @@ def _out_of_place(
     carrying: frozenset[Ref | State],
 ) -> Node:
     """The node with its op out of place, or the unchanged node."""
-    twin = _TWINS.get(node.op, node.op.replace("_.", ".", 1))
-    if twin == node.op or writes(resolve(node.op)) != (0,) or not node.outputs:
+    if not node.outputs or writes(resolve(node.op)) != (0,):
+        return node
+    twin = _twin(node.op)
+    if twin is None:
         return node
     written, result = node.args[0], node.outputs[0]
     if not isinstance(written, Ref) or not isinstance(flow.root[written], Ref) or result is None:
@@ -150,22 +155,31 @@ def _out_of_place(
     cast = node.autocast is not None and node.autocast.enabled
     if old_value_read or cut or cast or not same_dtype or is_random(node):
         return node
-    twin_node = replace(node, op=twin)
-    return twin_node if _exists(twin) and is_pointwise(twin_node) else node
+    twin_node = _by_its_twin(node, twin)
+    return twin_node if is_pointwise(twin_node) else node
 
 
-_TWINS = {
-    "aten.pow_.Scalar": "aten.pow.Tensor_Scalar",
-    "aten.pow_.Tensor": "aten.pow.Tensor_Tensor",
-    "aten.float_power_.Scalar": "aten.float_power.Tensor_Scalar",
-    "aten.float_power_.Tensor": "aten.float_power.Tensor_Tensor",
-    "aten.floor_divide_.Tensor": "aten.floor_divide.default",
-}
-"""Those whose overload of the same name takes other arguments: `pow.Scalar` is 2**x, not x**2."""
+@cache
+def _twin(op: str) -> str | None:
+    """The op that computes from the same arguments what `op` writes in place; None: there is none.
+
+    It may be another overload, or take them in another order: `pow_.Scalar` is x**2, which is
+    `pow.Tensor_Scalar` while `pow.Scalar` is 2**x; `polygamma_(x, n)` is `polygamma(n, x)`.
+    """
+    space, name, _ = op.split(".")
+    packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None)
+    if packet is None or not name.endswith("_"):
+        return None
+    taken = argument_types(resolve(op))
+    for overload in packet.overloads():
+        twin = getattr(packet, overload)
+        if not writes(twin) and argument_types(twin) == taken:
+            return f"{space}.{name.removesuffix('_')}.{overload}"
+    return None
 
 
-def _exists(op: str) -> bool:
-    try:
-        return not writes(resolve(op))
-    except AttributeError:
-        return False
+def _by_its_twin(node: Node, twin: str) -> Node:
+    """The node with the op out of place, its arguments in that op's order."""
+    placed = dict(zip(argument_types(resolve(node.op)), node.args, strict=False))
+    args = tuple(placed.pop(name) for name in argument_types(resolve(twin)) if name in placed)
+    return replace(node, op=twin, args=args)

@@ -46,7 +46,7 @@ from autopipe.ir.graph import (
     Value,
     short_name,
 )
-from autopipe.ir.torch_private import expression, is_control_flow, sparse_argument, storage_key
+from autopipe.ir.torch_private import expression, formal_arguments, is_control_flow, storage_key
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import InputSpec
 from autopipe.rewriting.projections import with_projections
@@ -203,9 +203,9 @@ class _Converter:
             region = replace(region, grad=self.grad == "on")
         if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             return self._wrapped(name, node, env, _Region(scopes, region.grad, region.autocast))
-        sparse = sparse_argument(target)
-        if sparse is not None:  # gradients are summed densely, over ranks too
-            args = tuple(False if n == sparse else arg for n, arg in enumerate(args))
+        names = formal_arguments(target)
+        if "sparse" in names:  # gradients are summed densely, over ranks too
+            args = tuple(n != "sparse" and arg for n, arg in zip(names, args, strict=False))
         if is_control_flow(target):
             raise CaptureError(
                 f"{user_lines.of_trace(node.stack_trace)}: the model uses {name}, control flow "

@@ -65,6 +65,19 @@ def test_powers_are_those_of_the_tensor(exponent: float | Tensor) -> None:
     assert power.op.startswith("aten.pow.Tensor_")
 
 
+def test_an_op_that_takes_its_tensor_second_gets_it_there() -> None:
+    """Bug: `y.polygamma_(2)` became `polygamma(y, 2)`, which takes the number first."""
+    model = Model(lambda y: (2 + y.tanh()).polygamma_(2).mul_(3))
+    trace = trace_model(model, lambda rows: {"x": torch.ones(rows, 4)})
+    changed = dataclasses.replace(trace, graph=out_of_place(trace.graph))
+    assert [node.short for node in changed.graph.nodes if "polygamma" in node.op] == ["polygamma"]
+    (leaves,) = micro_batches(trace, {"x": torch.randn(2, 4)}, 1)
+    loss, gradients = simulated.one_process(trace, model, leaves, 2)
+    new_loss, new = simulated.one_process(changed, model, leaves, 2)
+    assert torch.equal(loss, new_loss) and gradients.keys() == new.keys() != set()
+    assert all(torch.equal(gradients[n], new[n]) for n in gradients)
+
+
 @pytest.mark.parametrize(
     ("then", "expected"),
     [
