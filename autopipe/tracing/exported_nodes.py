@@ -241,6 +241,14 @@ def live_nodes(nodes: Sequence[Node], outputs: tuple[Arg, ...]) -> tuple[Node, .
     return tuple(reversed(kept))
 
 
+def drawn_without_gradient(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes in which `randint_like` gives no gradient, as `torch.randint_like` does.
+
+    The op below it, alone of those that make a tensor like another, fails in backward instead.
+    """
+    return tuple(replace(n, grad=False) if n.short == "randint_like" else n for n in nodes)
+
+
 def keep_memory_order(module: fx.GraphModule) -> None:
     """Give the tensors that `as_strided` reads the memory order that they had in the trace.
 

@@ -53,6 +53,7 @@ from autopipe.rewriting.projections import with_projections
 from autopipe.tracing.exported_nodes import (
     check_statistics,
     constant_of,
+    drawn_without_gradient,
     handed_back,
     is_whole_slice,
     kind_of,
@@ -99,7 +100,7 @@ def convert(
     converter = _Converter(exported, model, specs, names_by_storage(twins))
     graph = check.after("from_export", converter.convert())
     graph = with_projections(graph)
-    graph = replace(graph, nodes=live_nodes(graph.nodes, graph.outputs))
+    graph = replace(graph, nodes=drawn_without_gradient(live_nodes(graph.nodes, graph.outputs)))
     graph = check.after("projections", check_statistics(graph))
     return check.after("assigned buffers", with_copies_beside(graph, assigned))
 

@@ -39,6 +39,18 @@ def test_a_random_number_that_changes_nothing_is_no_obstacle():
     assert before != random.getstate(), "eager has drawn"
 
 
+class OfWholeNumbers(Net):
+    """All of them are 1."""
+
+    def inside(self, hidden):
+        return self.middle(hidden) * torch.randint_like(hidden, 1, 2)
+
+
+def test_whole_numbers_drawn_like_a_trained_tensor_have_no_gradient():
+    """Bug: refused, as the op below `torch.randint_like` fails in backward."""
+    assert unlike(built(OfWholeNumbers)) == []
+
+
 class HooksAround(Net):
     """An adapter that a hook adds, and a list in which another keeps what it sees."""
 
