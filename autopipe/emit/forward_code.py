@@ -45,6 +45,7 @@ from autopipe.emit.pretty_print import (
 from autopipe.emit.shape_notes import SPEC
 from autopipe.ir.blocks import Visit
 from autopipe.ir.graph import Graph, Node
+from autopipe.ir.torch_private import in_code
 from autopipe.planfile.node_names import NodeName
 from autopipe.stages import node_calls, rng
 from autopipe.stages.node_calls import NODE_NAME, take
@@ -219,7 +220,8 @@ class Body:
         if target in WORDS:
             self.words.add(WORDS[target])
             return WORDS[target]
-        return str(target) if target.namespace == "aten" else f"torch.ops.{target}"
+        aten = target.namespace == "aten"
+        return in_code(*str(target).split(".", 1)) if aten else in_code("torch.ops", str(target))
 
     def _value(self, arg: Any, env: dict[fx.Node, Expression]) -> Expression:
         if isinstance(arg, fx.Node):

@@ -59,6 +59,7 @@ __all__ = [
     "fake_parameter",
     "formal_arguments",
     "hooks_put_aside",
+    "in_code",
     "in_graph_module",
     "is_control_flow",
     "is_fake",
@@ -84,17 +85,19 @@ __all__ = [
 ]
 
 
-def _in_code(base: str, target: str) -> str:
+def in_code(base: str, target: str = "") -> str:
     """The code that reads `target` of `base`: `getattr(self.body, "0").weight`."""
-    for part in target.split("."):
+    for part in filter(None, target.split(".")):
         name = part.isidentifier() and not keyword.iskeyword(part)
         base = f"{base}.{part}" if name else f'getattr({base}, "{part}")'
     return base
 
 
-# For good: fx writes `self.lambda`, which is no Python, wherever a module of a graph is made or
-# copied. Of all other names this is what it writes itself.
-fx.graph._format_target = _in_code
+# For good: fx writes `self.lambda` and `aten.random_.from`, which are no Python, wherever a module
+# of a graph is made or copied. Of all other names this is what it writes itself.
+fx.graph._format_target = in_code
+_name_of = vars(fx.graph)["_get_qualified_name"]
+vars(fx.graph)["_get_qualified_name"] = lambda op: in_code(*_name_of(op).split(".", 1))
 
 
 def _lstm_layer(*args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import autopipe
 from autopipe.emit.emit import stages
 from autopipe.emit.forward_code import Body
 from tests.support import inprocess
-from tests.support.odd_models import Filters, built, planned, square
+from tests.support.odd_models import Filters, Net, built, planned, square
 
 
 def test_labels_that_tensor_parallel_ranks_deal_out_have_a_name() -> None:
@@ -64,3 +64,14 @@ def test_a_block_within_another_that_is_called_by_itself_is_put_there() -> None:
     for number in ("0", "2"):  # of the one between, a stage has the kernel, the other the rest
         assert f'self.filters["{number}"].add_module("made", Sequential())' in text
         assert f'self.filters["{number}"].made(' in text
+
+
+class OfWholeNumbers(Net):
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.middle(hidden) * torch.empty_like(hidden).random_(0, 5)
+
+
+def test_an_op_whose_name_is_a_word_of_python() -> None:
+    """It was written `aten.random_.from(...)`, which is no Python."""
+    for text in stages(built(OfWholeNumbers), planned(built(OfWholeNumbers)), square).values():
+        compile(text, "stage", "exec")

@@ -269,3 +269,15 @@ class Nested(Net):
 def test_a_checkpoint_in_another_one_keeps_gradients():
     """Bug: the trace had gradients switched off from the inner one on: no parameter had any."""
     assert unlike_whole_or_cut(built(Nested), cuts=["relu/1"]) == []
+
+
+class OpOfThatName(Net):
+    """The op is `aten.random_.from`. All numbers are 1."""
+
+    def inside(self, hidden):
+        return self.middle(hidden) * torch.empty_like(hidden).random_(1, 2)
+
+
+def test_an_op_whose_name_is_a_word_of_python():
+    """Bug: "the model cannot be captured: SyntaxError: invalid syntax (proxy_tensor.py:1738)"."""
+    assert unlike_whole_or_cut(built(OpOfThatName), cuts=["middle/linear/0"]) == []
