@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.holders import Part, holders_of
 from autopipe.eager.iterators import is_generator, place_of, put_at
-from autopipe.eager.second_run import calls_of
+from autopipe.eager.second_run import Share, calls_of
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.torch_patches import patched
@@ -100,16 +100,17 @@ class Generators:
     @contextmanager
     def _giving(self, share: float) -> Iterator[None]:
         """Within, every draw gives the least (share 0) or the most (share near 1) that it may."""
+        alike = Share(share)
         with ExitStack() as until:
             for module in _modules():
-                extreme = _ExtremeGenerator(share, _generator(module.random))
+                extreme = _ExtremeGenerator(alike, _generator(module.random))
                 for name in DRAWS & vars(module).keys():
                     until.enter_context(patched(module, name, getattr(extreme, name)))
             for generator in self._all:
                 if isinstance(generator, random.Random):  # its expovariate() asks its random()
-                    until.enter_context(patched(generator, "random", lambda: share))
+                    until.enter_context(patched(generator, "random", alike.next))
             for holder, key, value in self._kept:
-                extreme = _ExtremeGenerator(share, _generator(value))
+                extreme = _ExtremeGenerator(alike, _generator(value))
                 until.callback(holder.entries.__setitem__, key, value)
                 holder.entries[key] = extreme if extreme.generator is value else extreme.like(value)
             yield
@@ -127,7 +128,7 @@ class _ExtremeGenerator:
     Draws of other kinds (`normal`, `shuffle`) are the generator's own.
     """
 
-    def __init__(self, share: float, generator: Any) -> None:
+    def __init__(self, share: Share, generator: Any) -> None:
         self._share = share
         self.generator = generator
 
@@ -139,15 +140,15 @@ class _ExtremeGenerator:
         return getattr(self, method.__name__) if method.__name__ in DRAWS else method
 
     def random(self, size: Any = None, **_: Any) -> Any:
-        return _filled(self._share, size)
+        return _filled(self._share.next(), size)
 
     random_sample = random
 
     def rand(self, *shape: int) -> Any:
-        return _filled(self._share, shape or None)
+        return _filled(self._share.next(), shape or None)
 
     def uniform(self, low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
-        return _filled(low + (high - low) * self._share, size)
+        return _filled(low + (high - low) * self._share.next(), size)
 
     def randrange(self, start: int, stop: int | None = None, step: int = 1) -> Any:
         return self._among(range(start) if stop is None else range(start, stop, step))
@@ -166,7 +167,7 @@ class _ExtremeGenerator:
         return _filled(self._among(range(items) if isinstance(items, int) else items), size)
 
     def _among(self, items: Any) -> Any:
-        return items[int(self._share * len(items))]
+        return items[int(self._share.next() * len(items))]
 
 
 def _filled(value: Any, size: Any) -> Any:

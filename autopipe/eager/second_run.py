@@ -220,28 +220,48 @@ DRAWS: tuple[Draws, ...] = *((seed, None) for seed in range(1, 6)), (1, 0.0), (1
 """What `other_draws` is called with: other seeds alone, the least, the most."""
 
 
+MOST_ALIKE = 300
+"""Draws of a run that may all be alike: a loop that draws until a number will do has to end."""
+
+
+class Share:
+    """Where draws lie between the least (0) and the most (near 1) that may be drawn.
+
+    After `MOST_ALIKE` draws they lie anywhere.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share, self._drawn = share, 0
+
+    def next(self) -> float:
+        """That of one more draw."""
+        self._drawn += 1
+        return self._share if self._drawn <= MOST_ALIKE else self._drawn * 0.618 % 1
+
+
 class _Drawn(TorchFunctionMode):
     def __init__(self, share: float) -> None:
         super().__init__()
-        self._share = share
+        self._share = Share(share)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in _DRAWING or result.numel() != 1:
             return result
+        share = self._share.next()
         if func is torch.bernoulli:
-            return (self._share < args[0]).to(result.dtype).view_as(result)
+            return (share < args[0]).to(result.dtype).view_as(result)
         if func is Tensor.bernoulli_:
             chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            return result.fill_(bool(self._share < chance))
+            return result.fill_(bool(share < chance))
         if func is Tensor.uniform_:
             low = args[1] if len(args) > 1 else 0
             high = args[2] if len(args) > 2 else kwargs.get("to", 1)
-            return result.fill_(low + self._share * (high - low))
+            return result.fill_(low + share * (high - low))
         ends = [arg for arg in (*args, *map(kwargs.get, ("low", "high"))) if isinstance(arg, int)]
         low, high = (ends if len(ends) > 1 else [0, *ends]) if func is torch.randint else (0, 1)
-        return result.fill_(low + self._share * (high - low))  # integers round down
+        return result.fill_(low + share * (high - low))  # integers round down
 
 
 _DRAWING = (

@@ -16,7 +16,7 @@ than its first (`Trace.unsteady`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,13 +36,14 @@ from autopipe.ir.dataflow import analyse, is_random, written_parameters
 from autopipe.ir.graph import Graph, at_batch
 from autopipe.ir.op_costs import costs
 from autopipe.ir.partition import partition
-from autopipe.ir.torch_private import TorchDispatchMode, is_fake
+from autopipe.ir.torch_private import is_fake
 from autopipe.planfile.contents import BATCH
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.driver.arguments import ROWS, on_gpus, two_batches
 from autopipe.planners.driver.outcomes import (
     TOLERANCE,
     Outcome,
+    SameNumbers,
     Weights,
     compare,
     compare_ahead,
@@ -139,15 +140,16 @@ def _outcomes(
         if request.loss is not None:
             until.enter_context(restoring(request.loss))
         until.enter_context(parameters_in(model, kept))
-        if any(is_random(node) for node in traced.graph.nodes):
-            until.enter_context(_SameNumbers())
         program = Program(model, batches[0], request.loss, traced.inputs, kept=kept, eager=True)
         before = {
             name: tensor.detach().clone()
             for known in (traced.graph.constants, _dense_buffers(model), followers)
             for name, tensor in known.items()
         }
-        run = _Runnable(program, traced.inputs, lambda: {**_dense_buffers(model), **followers})
+        alike = _numbers(traced.graph)
+        run = _Runnable(
+            program, traced.inputs, lambda: {**_dense_buffers(model), **followers}, alike
+        )
         weights = Weights(model)
         try:
             eager = _outcome(run, model, batches, weights)
@@ -241,25 +243,20 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _SameNumbers(TorchDispatchMode):
-    """Makes each random op draw from one seed, since the graph lacks the model's unused draws."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            torch.default_generator.manual_seed(0)
-        return func(*args, **(kwargs or {}))
-
-
 @dataclass(frozen=True)
 class _Runnable:
-    """A model or its graph: `run` takes a batch's tensors, `states` gives the kept tensors."""
+    """A model or its graph: `run` takes a batch's tensors, `states` gives the kept tensors, and
+    each micro-batch runs within `numbers()`."""
 
     run: Callable[..., Any]
     specs: Sequence[InputSpec]
     states: Callable[[], Mapping[str, Tensor]]
+    numbers: Callable[[], AbstractContextManager[object]]
+
+
+def _numbers(graph: Graph) -> Callable[[], AbstractContextManager[object]]:
+    """What a model and its graph run within: the same random numbers, if it draws any."""
+    return SameNumbers if any(is_random(node) for node in graph.nodes) else nullcontext
 
 
 def _outcome(
@@ -272,13 +269,14 @@ def _outcome(
         weights.move(number, outcome.gradients[-1] if outcome.gradients else {})
         leaves = batch.flatten(rows)
         inputs = [leaves[spec.path] for spec in run.specs if spec.dtype != "python"]
-        results = run.run(*(leaf.clone() for leaf in inputs if isinstance(leaf, Tensor)))
-        results = results if isinstance(results, tuple) else (results,)
-        loss = results[0]
-        outcome.losses.append(
-            torch.stack([part.detach().double().reshape(()) for part in results[:2]])
-        )
-        outcome.gradients.append(_gradients(loss, trained) if loss.requires_grad else {})
+        with run.numbers():
+            results = run.run(*(leaf.clone() for leaf in inputs if isinstance(leaf, Tensor)))
+            results = results if isinstance(results, tuple) else (results,)
+            loss = results[0]
+            outcome.losses.append(
+                torch.stack([part.detach().double().reshape(()) for part in results[:2]])
+            )
+            outcome.gradients.append(_gradients(loss, trained) if loss.requires_grad else {})
         outcome.kept.append({name: state.detach().clone() for name, state in run.states().items()})
     return outcome
 
@@ -345,4 +343,5 @@ def _of_graph(
     module = lower(graph, stage, blocks, states, traced.reads, rows, last=True).module
     inputs = [spec for spec in traced.inputs if spec.path in stage.inputs]
     inputs.sort(key=lambda spec: stage.inputs.index(spec.path))
-    return _outcome(_Runnable(module, inputs, lambda: kept), model, batches, weights)
+    run = _Runnable(module, inputs, lambda: kept, _numbers(graph))
+    return _outcome(run, model, batches, weights)

@@ -1,16 +1,19 @@
-"""Compare the outcome of a run of a model with that of its graph."""
+"""What a run of a model and one of its graph have alike, and the comparison of their outcomes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autopipe.eager.second_run import MOST_ALIKE
 from autopipe.errors import CaptureError
 from autopipe.ir.graph import Graph, State
+from autopipe.ir.torch_private import TorchDispatchMode
 from autopipe.tracing.trace import Trace
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -54,6 +57,25 @@ class Weights:
             )
         for name, p in self._own.items():
             p.copy_(self._of_each[number][name])
+
+
+class SameNumbers(TorchDispatchMode):
+    """Makes each random op of a micro-batch draw from one seed, since the graph lacks the model's
+    unused draws.
+
+    A loop that draws until a number will do would not end: after `MOST_ALIKE` draws each has a seed
+    of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._drawn = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.default_generator.manual_seed(max(0, self._drawn - MOST_ALIKE))
+            self._drawn += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _stepped(weight: Tensor, gradient: Tensor | None) -> Tensor:

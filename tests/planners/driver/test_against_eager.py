@@ -1,5 +1,6 @@
 """Planning runs a few rows through the model and its graph: what no rule foresaw differs here."""
 
+import random
 from functools import partial
 from types import SimpleNamespace
 
@@ -641,3 +642,29 @@ def test_a_second_micro_batch_that_is_no_number_differs_from_none():
     gradients = [{"up.weight": torch.tensor(entries)} for entries in ([1.0, 1.0], [0.0, torch.nan])]
     found = Outcome([torch.ones(1), torch.tensor([torch.nan])], gradients, [{}, {}])
     compare(trace_model(built(Net), inputs, square), found, found, 1e-4)
+
+
+class Rejecting(Net):
+    """Draws until a number will do, as a sampler of von Mises' or a truncated distribution does."""
+
+    def inside(self, hidden):
+        while (drawn := torch.rand(())) < 0.9:
+            pass
+        return self.middle(hidden) * drawn
+
+
+def test_a_loop_that_draws_until_a_number_will_do_ends():
+    """Bug: each draw of the comparison gave the same number, and planning never ended."""
+    plan = planned(built(Rejecting), pp=2)
+    assert [region.name for region in plan.regions] == ["inside()"]
+
+
+class RejectingInPython(Net):
+    def inside(self, hidden):
+        while (drawn := random.random()) < 0.9:
+            pass
+        return self.middle(hidden) * drawn
+
+
+def test_a_loop_that_draws_from_a_generator_of_pythons_ends_and_is_refused():
+    assert "random numbers that are not torch's" in refusal(built(RejectingInPython))
