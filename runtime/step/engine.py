@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autopipe.ir.torch_private import written_arguments
 from autopipe.joint.graph_writer import step_copy
 from autopipe.joint.joint_graph import storages
 from autopipe.joint.offload import OFFLOADER
@@ -256,23 +257,45 @@ def _as_it_is(graph: fx.GraphModule) -> fx.GraphModule:
 def _accumulating(
     module: nn.Module, backward: fx.GraphModule, joint: Joint, *, compiled: bool
 ) -> fx.GraphModule:
-    """A graph that ends with the parameters' gradients, giving each away when it is made."""
+    """A graph that ends with the parameters' gradients, giving each away when it is complete."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outputs = graph.graph_copy(backward.graph, copies)
     assert isinstance(outputs, tuple)
     others = len(outputs) - len(joint.parameters)
     graph.output(outputs[:others])
-    given = []
+    given, completed = [], _completed(graph)
     for name, gradient in zip(joint.parameters, outputs[others:], strict=True):
-        with graph.inserting_after(gradient):
+        last = completed(gradient)
+        with graph.inserting_after(last):
             parameter = graph.get_attr(name)
         with graph.inserting_after(parameter):
             given.append(graph.call_function(accumulate, (parameter, gradient)))
-        given[-1].meta[SEGMENT] = gradient.meta.get(SEGMENT)
+        given[-1].meta[SEGMENT] = last.meta.get(SEGMENT)
     if not compiled:  # a compiler may return one tensor for two that are equal
         for call in _only_readers(graph, given):
             call.kwargs = {"own": True}
     return fx.GraphModule(module, graph, class_name="Backward")
+
+
+def _completed(graph: fx.Graph) -> Callable[[fx.Node], fx.Node]:
+    """Gives the node after which nothing writes in a node's memory, as by its views.
+
+    rows = empty(8, 4)                  the gradient
+    mul(..., out=rows[:4])
+    mul(..., out=rows[4:])              complete here
+    """
+    writers: dict[int, fx.Node] = {}
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        target: Any = node.target
+        for tensor in written_arguments(target, node.args, node.kwargs):
+            writers.update(dict.fromkeys(storages([tensor]), node))
+
+    def last(made: fx.Node) -> fx.Node:
+        found = (writers[storage] for storage in storages([made]) if storage in writers)
+        return max((made, *found), key=order.__getitem__)
+
+    return last
 
 
 def _only_readers(graph: fx.Graph, given: Iterable[fx.Node]) -> Iterator[fx.Node]:

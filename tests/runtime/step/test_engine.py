@@ -375,3 +375,50 @@ def test_a_parameters_gradient_is_its_own() -> None:
         engine.backward_weight(k)
     assert stage.weight.grad is not None
     assert came.tolist() == [1.0] * 4 and stage.weight.grad.tolist() == [2.0] * 4
+
+
+@torch.library.custom_op("autopipe_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _of_doubled(ctx: object, gradient: Tensor) -> Tensor:
+    """Made in two parts, as torch's own linear_cross_entropy makes it by chunks of rows."""
+    made = torch.empty(gradient.shape)
+    for part, given in zip(made.chunk(2), gradient.chunk(2), strict=True):
+        torch.mul(given, 2.0, out=part)
+    return made
+
+
+doubled.register_autograd(_of_doubled)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_gradient_that_is_written_in_parts_is_given_away_when_it_is_whole(halves: bool) -> None:
+    """Bug: the sum got what lay in the new memory before it was written."""
+
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(8.0).reshape(4, 2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (x @ doubled(self.weight),)
+
+    stage, x = Doubles(), torch.arange(12.0).reshape(3, 4).requires_grad_()
+    seed = torch.arange(6.0).reshape(3, 2)
+    wanted = Wanted(halves)
+    joint = split(lowered_of(stage), [Layout.of(x)], [Layout.of(seed)], wanted=wanted)
+    engine = JointEngine(stage, joint)
+    expected = torch.autograd.grad(stage(x)[0], (x, stage.weight), seed)
+    for k in range(3):  # the first one's becomes the sum, whole or not
+        engine.forward(k, [x])
+        (of_x,) = engine.backward_input(k, [seed])
+        engine.backward_weight(k)
+        assert of_x is not None and torch.equal(of_x, expected[0])
+    assert stage.weight.grad is not None and torch.equal(stage.weight.grad, 3 * expected[1])
