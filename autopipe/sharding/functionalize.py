@@ -152,11 +152,17 @@ def _out_of_place(
     # In place the result has the written tensor's dtype, out of place the widest of all.
     dtypes = {flow.graph.spec(value).dtype for value in node.values()}
     same_dtype = dtypes == {result.dtype} or node.op.startswith("aten.masked_fill_.")
+    if node.short.removesuffix("_") in _ANSWERS:
+        same_dtype = result.dtype == torch.bool
     cast = node.autocast is not None and node.autocast.enabled
     if old_value_read or cut or cast or not same_dtype or is_random(node):
         return node
     twin_node = _by_its_twin(node, twin)
     return twin_node if is_pointwise(twin_node) else node
+
+
+_ANSWERS = frozenset("eq ne lt le gt ge logical_and logical_or logical_xor logical_not".split())
+"""Ops whose result is of booleans, where it does not stand in a tensor of another dtype."""
 
 
 @cache

@@ -268,6 +268,8 @@ def keep_memory_order(module: fx.GraphModule) -> None:
 
 def _read_in_order(node: fx.Node) -> None:
     aten, result = torch.ops.aten, node.meta["val"]
+    if node.target is not aten.as_strided.default:  # it writes
+        raise _beside(node)
     arguments: Any = node.args
     x, sizes, strides, *offset = arguments
     source = x.meta["val"]
@@ -276,13 +278,8 @@ def _read_in_order(node: fx.Node) -> None:
     steps = zip(result.shape, result.stride(), strict=True)
     end = begin + sum((_number(size) - 1) * _number(stride) for size, stride in steps)
     within = 0 <= begin and end < _number(source.numel()) and source.permute(order).is_contiguous()
-    if node.target is not aten.as_strided.default or not within:
-        name = short_name(str(node.target))
-        raise CaptureError(
-            f"{user_lines.of_trace(node.stack_trace)}: {name}() reads or writes memory beside the "
-            "tensor that it is given, and other ranks have something else there",
-            hint="call it on the whole tensor, or on x.contiguous()",
-        )
+    if not within:
+        raise _beside(node)
     ops: list[Any] = [(aten.permute.default, order), (aten.contiguous.default,)]
     if begin:
         ops += [(aten.flatten.using_ints,), (aten.slice.Tensor, 0, begin)]
@@ -292,6 +289,15 @@ def _read_in_order(node: fx.Node) -> None:
             x = node.graph.call_function(op, (x, *rest))
             x.meta = {**node.meta, "val": source}
     node.args = (x, sizes, strides)
+
+
+def _beside(node: fx.Node) -> CaptureError:
+    return CaptureError(
+        f"{user_lines.of_trace(node.stack_trace)}: {short_name(str(node.target))}() reads or "
+        "writes memory beside the tensor that it is given, and other ranks have something else "
+        "there",
+        hint="call it on the whole tensor, or on x.contiguous()",
+    )
 
 
 def _number(size: int | torch.SymInt | fx.Node) -> int:

@@ -68,7 +68,7 @@ def _off(found: Tensor, expected: Tensor, floor: float) -> float:
         return 0.0
     a, b = found.detach(), expected.detach()
     if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
+        a, b = (torch.view_as_real(tensor.resolve_conj()) for tensor in (a, b))
     a, b = a.double(), b.double()
     if torch.equal(a.isfinite(), b.isfinite()):
         a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)

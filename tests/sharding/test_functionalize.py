@@ -111,6 +111,21 @@ def read_between(y: Tensor) -> Tensor:
     return keys + seen
 
 
+@pytest.mark.parametrize(
+    ("then", "expected"),
+    [
+        (lambda h: h.gt_(0.1) @ h.new_ones(4, 4), "gt_ new_ones matmul"),
+        (lambda h: h.logical_not_() @ h.new_ones(4, 4), "logical_not_ new_ones matmul"),
+        (lambda h: h.gt(0.1).logical_not_() * 2, "gt logical_not mul"),
+    ],
+)
+def test_an_answer_in_a_tensor_of_numbers_is_a_number(
+    then: Callable[[Tensor], Tensor], expected: str
+) -> None:
+    """Bug: out of place it is a boolean, of which there is no matrix product."""
+    assert ops(lambda h: h + then(h.detach().clone())).startswith(f"detach clone {expected}")
+
+
 def test_what_fills_a_tensor_is_put_together() -> None:
     assert ops(filled(slice(0, 4), slice(4, None))) == "mul mul cat"
     assert ops(filled(slice(4, 8), slice(0, 4))) == "mul mul cat"  # in another order

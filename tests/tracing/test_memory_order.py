@@ -38,6 +38,14 @@ class InPlace(Net):
         return self.middle(hidden).clone().as_strided_((len(hidden), 8), (8, 1))
 
 
+class Scattered(Net):
+    """Bug: refused as an AttributeError, for the op takes its sizes from the third argument on."""
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        return torch.as_strided_scatter(hidden, hidden[:, :4], (len(hidden), 4), (8, 1))
+
+
 @pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("kind", [Windows, FromTheSecond])
 @pytest.mark.parametrize("cut", ["permute/0", "contiguous/0", "as_strided/0"])
@@ -51,7 +59,13 @@ def test_a_stage_gets_the_elements_in_the_order_of_the_dims(kind, cut):
 
 def test_what_lies_beside_a_tensor_is_refused():
     assert ".py:" in refusal(built(OfAPart))
-    for kind, op in ((OfAPart, "as_strided"), (TooFar, "as_strided"), (InPlace, "as_strided_")):
+    kinds = {
+        OfAPart: "as_strided",
+        TooFar: "as_strided",
+        InPlace: "as_strided_",
+        Scattered: "as_strided_scatter",
+    }
+    for kind, op in kinds.items():
         assert f": {op}() reads or writes memory beside the tensor" in refusal(built(kind))
 
 
