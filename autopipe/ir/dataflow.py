@@ -160,14 +160,14 @@ def written_statistics(node: Node) -> list[Value]:
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers."""
     short = node.short
-    given = arguments(node)
     if node.op in (REGION_OP, FUNCTION_OP):
-        return bool(given["random"])
-    if "dropout" in short and {"p", "train"} <= given.keys():
+        return bool(arguments(node)["random"])
+    if "dropout" in short and {"p", "train"} <= (given := arguments(node)).keys():
         return bool(given["train"]) and given["p"] != 0
     if short == "scaled_dot_product_attention":
-        return bool(given["dropout_p"] != 0.0)
+        return bool(arguments(node)["dropout_p"] != 0.0)
     if short in ("lstm", "gru", "rnn_tanh", "rnn_relu", "packed_rnn"):
+        given = arguments(node)
         return bool(given["train"]) and given["dropout"] != 0
     tags = getattr(resolve(node.op), "tags", ())
     return torch.Tag.nondeterministic_seeded in tags or short in ("rrelu", "rrelu_")

@@ -227,7 +227,8 @@ def views(op: Any) -> bool:
 
 def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that one call of an op writes in place."""
-    given = {**dict(zip(names := [*formal_arguments(op)], args, strict=False)), **kwargs}
+    names = [*formal_arguments(op)] if writes(op) else []
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     return [given.get(names[position]) for position in writes(op)]
 
 
