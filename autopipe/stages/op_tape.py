@@ -129,8 +129,8 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks where a tensor is
-            return func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:  # two of three calls; a fake tensor knows it
+            return args[0].device
         name = func.overloadpacket.__name__
         call = self.graph.create_node(
             "call_function",
