@@ -324,7 +324,7 @@ class _Converter:
             module = Visit.of(["", *scopes_of(node)][-1]).module if node else ""
             refused = takes_a_number if "item" in str(node and node.target) else depends_on_values
             raise refused(user_lines.of_trace(node.stack_trace if node else None), module)
-        found = found.subs(self.symbols)
+        found = dims.in_terms_of_sympy(found).subs(self.symbols)
         return int(found) if found.is_Integer else found
 
     def _name_symbols(self, described: InputSpec, tensor: Tensor) -> None:

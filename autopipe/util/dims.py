@@ -10,6 +10,7 @@ s is the number of tokens of a row (`tracing.symbolic_sequence`).
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,28 @@ def parse(entry: Entry) -> int | sympy.Expr:
     if not isinstance(found, sympy.Expr) or not found.free_symbols <= set(symbols()):
         raise _refusal(entry)
     return found
+
+
+def in_terms_of_sympy(size: sympy.Expr) -> sympy.Expr:
+    """A size of torch's with sympy's own functions: torch has its own of `//` and `%`.
+
+    A plan could write these, but neither read them nor compile a formula that has one.
+    """
+    import sympy
+
+    known: dict[str, Callable[..., sympy.Expr]] = {
+        "FloorDiv": lambda size, by: sympy.floor(size / by),
+        "CleanDiv": lambda size, by: size / by,
+        "Mod": sympy.Mod,
+        "PythonMod": sympy.Mod,
+        "ModularIndexing": lambda size, by, of: sympy.Mod(sympy.floor(size / by), of),
+        "Max": sympy.Max,
+        "Min": sympy.Min,
+    }
+    return size.replace(
+        lambda part: part.func.__name__ in known,
+        lambda part: known[part.func.__name__](*part.args),
+    )
 
 
 def size_at(entry: Entry, rows: int) -> int:

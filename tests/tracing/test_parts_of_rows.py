@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 import autopipe
+from autopipe.ir.graph import at_batch
+from autopipe.util import dims
 from tests.support.inprocess import machine
 from tests.support.long import chosen
-from tests.support.odd_models import built, inputs, square, unlike
+from tests.support.odd_models import built, inputs, planned, square, unlike
 from tests.support.staged import trace_model
 
 
@@ -151,3 +153,27 @@ def test_calls_around_a_line_are_found_beside_a_module_in_two_places():
     first, second = trace_model(built(OneNormForAll), inputs, square).regions
     assert (first.name, second.name) == ("layers.0", "layers.1")
     assert unlike(built(OneNormForAll), cuts=(1,)) == []
+
+
+class EveryThird(nn.Module):
+    """Of all numbers of a batch together every third is another: (8 b + 2) // 3 of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        h = self.up(x)
+        h.view(-1)[::3] = 0.3
+        return self.down(h.tanh())
+
+
+def test_a_size_may_be_a_share_of_the_rows_that_is_rounded():
+    """Bug: a NameError, for no formula could be compiled that has torch's own `//`."""
+    graph = trace_model(built(EveryThird), inputs, square).graph
+    sizes = {dim for n in graph.nodes for spec in n.outputs if spec for dim in spec.shape}
+    (third,) = {size for size in sizes if str(size).startswith("floor")}
+    assert [at_batch(third, rows) for rows in (1, 2, 3, 5)] == [3, 6, 8, 14]
+    assert dims.parse(str(third)) == third
+    assert planned(built(EveryThird)).batch.rows == 8
+    assert unlike(built(EveryThird), cuts=(7,)) == []
