@@ -8,6 +8,7 @@ depend on values. The model has its weights, since the rows that an expert gets 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -24,13 +25,12 @@ from autopipe.errors import CaptureError
 from autopipe.ir.tensors import bytes_of, tensors_in
 from autopipe.ir.torch_private import TorchDispatchMode, no_function_modes, storage_key, version
 from autopipe.opaque.origins import InnerGradients, Origins
-from autopipe.opaque.results import in_rows, rising
+from autopipe.opaque.results import in_all_runs, rising
 from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
 from autopipe.opaque.sparse import is_sparse, owned
 from autopipe.opaque.states import ChangedStates, SetBefore, first_names, named, states_of
 from autopipe.opaque.trees import NotPlain, distinct_tensors, parts_of, returned, to_text, whole_of
-from autopipe.planfile.regions import WHOLE, Region, Result
-from autopipe.util.dtypes import name_of
+from autopipe.planfile.regions import WHOLE, Region
 
 _NO_HOOKS = ("saved tensor hooks", "that doesn't have storage")
 """What torch says where hooks on saved tensors may not be, or get a tensor of a transform."""
@@ -46,12 +46,16 @@ class _Seen:
         made, left: its result; by name, tensors in attributes that other code reads after it.
         written: bytes of the buffers that it writes, by name.
         strided: storages that it reads by `as_strided`.
+        owners: the position of an argument, or the name of a state, by its storage.
+        packed: what autograd has been given to keep.
+        unseen: all that was made, if that could not be looked at.
     """
 
     given: str
     finds: str
     carrying: tuple[bool, ...]
     grad: bool
+    owners: Mapping[int, str | int]
     made: Any = None
     left: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, None] = field(default_factory=dict)
@@ -63,6 +67,17 @@ class _Seen:
     launches: int = 0
     looked: bool = True
     strided: set[int] = field(default_factory=set)
+    packed: list[weakref.ref[Tensor]] = field(default_factory=list)
+    unseen: list[Tensor] = field(default_factory=list)
+
+    def count_kept(self) -> None:
+        """Set `keeps` and `saved` to what autograd keeps, now that the run holds no tensors."""
+        packed = [tensor for ref in self.packed if (tensor := ref()) is not None]
+        tensors = [*self.unseen, *packed]
+        kept = {storage_key(tensor): bytes_of(tensor) for tensor in tensors}
+        self.keeps = {self.owners[key] for key in kept if key in self.owners}
+        self.saved = sum(size for key, size in kept.items() if key not in self.owners)
+        self.packed, self.unseen = [], []
 
     @property
     def gives(self) -> str:
@@ -147,13 +162,14 @@ def _region(site: Site, number: int, seen_runs: Sequence[_Seen], rows: int, why:
     states = dict.fromkeys(n for seen in seen_runs for n in seen.states if n not in written)
     places = {name: len(first.carrying) + n for n, name in enumerate(states)}
     keeps = set[str | int]().union(*(seen.keeps for seen in seen_runs))
+    results = [seen.results for seen in seen_runs]
     alike = [first, *others]
     copies = sum(size for name, size in written.items() if name in keeps)  # a call has its own
     return Region(
         *(site.module, site.method, number, why, first.given, first.gives),
         tuple(states),
         tuple(sorted(written)),
-        tuple(_result(site, n, seen_runs, rows) for n in range(len(first.results))),
+        tuple(in_all_runs(site, tensors, rows) for tensors in zip(*results, strict=True)),
         any(seen.random for seen in seen_runs),
         rising(max(seen.flops for seen in alike), twice.flops, rows),
         rising(max(seen.saved for seen in alike) + copies, twice.saved + copies, rows),
@@ -165,26 +181,6 @@ def _region(site: Site, number: int, seen_runs: Sequence[_Seen], rows: int, why:
         tuple(n for n, carries in enumerate(first.carrying) if carries),
         first.grad,
     )
-
-
-def _result(site: Site, number: int, seen_runs: Sequence[_Seen], rows: int) -> Result:
-    first, doubled, *others = (seen.results[number] for seen in seen_runs)
-    if first.ndim != doubled.ndim or any(first.shape != other.shape for other in others):
-        raise Wider(site, "the sizes of what it gives depend on values")
-    shape = []
-    for small, large in zip(first.shape, doubled.shape, strict=True):
-        slope, rest = divmod(large - small, rows)
-        if rest or slope < 0:
-            raise Wider(site, "the sizes of what it gives are no line in the rows")
-        shape.append(in_rows(slope, small - slope * rows))
-    gradient = any(tensor.requires_grad for tensor in (first, doubled, *others))
-    return Result(tuple(shape), name_of(first.dtype), _order(first), gradient)
-
-
-def _order(tensor: Tensor) -> tuple[int, ...]:
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    dense = tensor.permute(order).is_contiguous()
-    return tuple(order if dense else range(tensor.ndim))
 
 
 def _run(model: nn.Module, sites: Sequence[Site], run: Run) -> dict[tuple[Site, int], _Seen]:
@@ -201,6 +197,9 @@ def _run(model: nn.Module, sites: Sequence[Site], run: Run) -> dict[tuple[Site, 
             raise
         except Exception as error:  # the user's code may raise anything
             raise Fails(watching.last or sites[0], error) from error
+        watching.origins.forget()
+        for seen in watching.seen.values():
+            seen.count_kept()
     return watching.seen
 
 
@@ -231,18 +230,18 @@ class _Watching:
             before = ChangedStates(self._model, self._states[site])
         memory = [(version(tensor), storage_key(tensor)) for tensor in given]
         finds = self.sets.before(site)
-        positions: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
+        owners: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
         drawn, attributes = self._generators.places(), left_in(self._model, site)
         carrying = tuple(tensor.requires_grad for tensor in given)
         grad = torch.is_grad_enabled()
 
         def run(*, looking: bool) -> tuple[_Seen, Any]:
             states = dict.fromkeys(self._states[site])
-            seen = _Seen(arguments, finds, carrying, grad, states=states, looked=looking)
+            seen = _Seen(arguments, finds, carrying, grad, owners, states=states, looked=looking)
             known = [*given, *(tensors[name] for name in self._states[site])]
             with (
                 self.sets.inside(),
-                _counting(seen, positions),
+                _counting(seen),
                 self.origins.within(site, given, states),
             ):
                 with InnerGradients(site, known):
@@ -308,43 +307,36 @@ class _Watching:
 
 
 @contextmanager
-def _counting(seen: _Seen, positions: Mapping[int, str | int]) -> Iterator[None]:
-    """Within, count operations, and bytes saved for backward."""
-    kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # a storage that is gone would lend its key to another
+def _counting(seen: _Seen) -> Iterator[None]:
+    """Within, count operations, and note what is saved for backward."""
 
     def pack(tensor: Tensor) -> Tensor:
-        key = storage_key(tensor)
-        alive.append(tensor)
-        if key in positions:
-            seen.keeps.add(positions[key])
-        else:
-            kept[key] = bytes_of(tensor)
-        return tensor
+        with no_function_modes():
+            kept = tensor.detach()  # a result that held its own function would never go
+        seen.packed.append(weakref.ref(kept))
+        return kept
 
     looking = saved_tensors_hooks(pack, lambda tensor: tensor)
-    with looking if seen.looked else nullcontext(), _Ops(seen, kept, alive), RefusedEffects():
+    with looking if seen.looked else nullcontext(), _Ops(seen), RefusedEffects():
         yield
-    seen.saved = sum(kept.values())
 
 
 class _Ops(TorchDispatchMode):
-    """Counts ops and the operations of products, and notes random ones."""
+    """Counts ops and the operations of products, notes random ones, and what unseen ones make."""
 
-    def __init__(self, seen: _Seen, kept: dict[int, int], alive: list[Tensor]) -> None:
+    def __init__(self, seen: _Seen) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen, self._kept, self._alive = seen, kept, alive
+        self._seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._seen.launches += 1
+        self._seen.launches += func is not torch.ops.aten.detach.default
         self._seen.random |= torch.Tag.nondeterministic_seeded in func.tags
         if func is torch.ops.aten.as_strided.default:
             self._seen.strided.add(storage_key(args[0]))
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
             self._seen.flops += int(count(*args, **(kwargs or {}), out_val=result))
-        for tensor in () if self._seen.looked else tensors_in(result):
-            self._alive.append(tensor)
-            self._kept[storage_key(tensor)] = bytes_of(tensor)
+        if not self._seen.looked:
+            self._seen.unseen.extend(tensors_in(result))
         return result

@@ -85,6 +85,11 @@ class Origins(TorchFunctionMode):
             self._outside[id(tensor)] = tensor
         self._left |= {id(tensor): (tensor, name, read) for name, tensor in left.items()}
 
+    def forget(self) -> None:
+        """Let go of all tensors, after the run."""
+        for known in (self._outside, self._inside, self._left, self._foreign):
+            known.clear()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._site is not None and self._site.method == LOSS:
             self._note(tensors_in((args, kwargs or {})))

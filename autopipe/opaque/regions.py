@@ -35,7 +35,7 @@ from autopipe.ir.torch_private import (
     version,
 )
 from autopipe.opaque.custom_functions import as_written
-from autopipe.opaque.results import as_measured, at_rows, inverse
+from autopipe.opaque.results import as_measured, at_rows, strides_in
 from autopipe.opaque.sites import LossCall, SiteCall, call, site_of, standing_in, state_of
 from autopipe.opaque.sparse import owned, to_device
 from autopipe.opaque.states import differ, put
@@ -210,9 +210,9 @@ class _Shaped(torch.autograd.Function):
 def _empty(result: Result, rows: Any, tensors: Sequence[Tensor]) -> Tensor:
     sizes = [at_rows(size, rows) for size in result.shape]
     like = next(tensor for tensor in tensors if is_fake(tensor))  # no read may take it for values
-    shape = [sizes[dim] for dim in result.order]
-    dense = like.new_empty(shape, dtype=getattr(torch, result.dtype), device=tensors[0].device)
-    return dense.permute(inverse(result.order))
+    strides = strides_in(result.order, sizes)  # no view: later code may write in it
+    how = {"dtype": getattr(torch, result.dtype), "device": tensors[0].device}
+    return like.new_empty_strided(sizes, strides, **how)
 
 
 def _cond(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Check a region's results against their measured sizes, and give them as stages expect them."""
+"""Measure a region's results, check those of a micro-batch, and give them as stages expect them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from torch import Tensor
 from autopipe.errors import ModelError
 from autopipe.ir.graph import BATCH
 from autopipe.ir.torch_private import is_fake, storage_key
+from autopipe.opaque.sites import Site, Wider
 from autopipe.opaque.trees import distinct_tensors, parts_of, to_text
 from autopipe.planfile.regions import Region, Result
 from autopipe.util import dims
+from autopipe.util.dtypes import name_of
 
 
 @cache
@@ -48,8 +50,43 @@ def in_rows(slope: int, base: int) -> int | str:
     return f"{rows} + {base}" if base > 0 else f"{rows} - {-base}" if base else rows
 
 
+def in_all_runs(site: Site, tensors: Sequence[Tensor], rows: int) -> Result:
+    """A result of a call on `rows` rows, on twice as many, and on other rows.
+
+    Raises:
+        Wider: its sizes depend on values, or are no line in the rows.
+    """
+    first, doubled, *others = tensors
+    if first.ndim != doubled.ndim or any(first.shape != other.shape for other in others):
+        raise Wider(site, "the sizes of what it gives depend on values")
+    shape = []
+    for small, large in zip(first.shape, doubled.shape, strict=True):
+        slope, rest = divmod(large - small, rows)
+        if rest or slope < 0:
+            raise Wider(site, "the sizes of what it gives are no line in the rows")
+        shape.append(in_rows(slope, small - slope * rows))
+    gradient = any(tensor.requires_grad for tensor in tensors)
+    return Result(tuple(shape), name_of(first.dtype), _order(first), gradient)
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """The dims of a dense tensor, the slowest in memory first; else as they come."""
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    dense = tensor.permute(order).is_contiguous()
+    return tuple(order if dense else range(tensor.ndim))
+
+
 def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
+
+
+def strides_in(order: Sequence[int], sizes: Sequence[Any]) -> list[Any]:
+    """The strides of a dense tensor of such sizes, by dim; `order` has the slowest dim first."""
+    strides: list[Any] = [1] * len(sizes)
+    step: Any = 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * sizes[dim]
+    return strides
 
 
 def as_measured(region: Region, output: Any, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
