@@ -42,7 +42,7 @@ from autopipe.tracing.low_precision import (
 from autopipe.tracing.measuring import Measuring
 from autopipe.tracing.same_modules import Likeness
 from autopipe.tracing.stubs import BlocksDiffer
-from autopipe.tracing.user_checkpoints import with_second_writes
+from autopipe.tracing.user_checkpoints import with_own_results, with_second_writes
 from autopipe.tracing.value_guards import NeedsNumbers
 from autopipe.util.progress import Say
 
@@ -328,6 +328,7 @@ class _Tracing:
         graph = convert(exported, program.model, self.specs, program.twins, assigned)
         graph = named(graph, program.regions)
         if program.training:
+            graph = check.after("results of checkpoints", with_own_results(graph))
             graph = check.after("second writes", with_second_writes(graph, assigned))
         if self.kept is not None:
             check_operands(graph, self.kept.dtype)

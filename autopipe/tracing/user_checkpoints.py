@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Block
 from autopipe.ir.dataflow import Dataflow, analyse, obstacle, written_by
-from autopipe.ir.graph import REGION_OP, Graph, Node, Ref, State, Value, values_in
+from autopipe.ir.graph import REGION_OP, Graph, Node, Ref, State, Value, swap, values_in
 from autopipe.ir.torch_patches import seeing_grad_modes, seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import no_function_modes
 from autopipe.planfile.node_names import NodeName
@@ -153,6 +154,60 @@ def with_second_writes(graph: Graph, assigned: Collection[str] = ()) -> Graph:
     for position, node in enumerate(graph.nodes):
         nodes += [node, *_once_more(after.get(position, ()), ordinals)]
     return replace(graph, nodes=tuple(nodes))
+
+
+def with_own_results(graph: Graph) -> Graph:
+    """A graph in which later code writes in a copy of what a checkpointed function gives.
+
+        x = checkpoint(block, x)        block ends in a tanh, which keeps its result for backward
+        x += skip                       written: backward would fail
+
+    Backward of a checkpoint runs the function again, and reads another result.
+    """
+    if not any(node.again for node in graph.nodes):
+        return graph
+    flow, copies = analyse(graph), dict[int, list[Node]]()
+    ordinals = Counter((node.scopes[-1:], node.short) for node in graph.nodes)
+    for run in _checkpoints(graph.nodes, ()):
+        for result in _written_after(flow, run):
+            copies.setdefault(run.stop, []).append(_copy(flow, result, ordinals))
+    nodes: list[Node] = []
+    copied: dict[Value, Value] = {}
+    for position, node in enumerate(graph.nodes):
+        for copy in copies.get(position, ()):
+            nodes.append(copy)
+            copied |= {value: Ref(copy.name) for value in copy.values()}
+        nodes.append(node.reading(copied))
+    return replace(graph, nodes=tuple(nodes), outputs=swap(graph.outputs, copied))
+
+
+def _written_after(flow: Dataflow, run: range) -> Iterator[Ref]:
+    """The tensors that a checkpoint's nodes make and later ones write, not through another alias.
+
+    Args:
+        run: the positions of the checkpoint's nodes.
+    """
+    for position in run:
+        node = flow.graph.nodes[position]
+        for value in (Ref(node.name, n) for n in range(len(node.outputs))):
+            if max(flow.writers.get(value, ()), default=0) >= run.stop:
+                aliases = [v for v, root in flow.root.items() if root == value != v]
+                made_here = [v for v in aliases if flow.position(v) in run]
+                if not any(user >= run.stop for v in made_here for user in flow.users[v]):
+                    yield value
+
+
+def _copy(flow: Dataflow, result: Ref, ordinals: Counter[tuple[tuple[str, ...], str]]) -> Node:
+    """A copy of a checkpoint's result, made by the innermost module that also writes in it."""
+    nodes = flow.graph.nodes
+    maker, writer = nodes[flow.position(result)], nodes[flow.writers[result][-1]]
+    pairs = zip(maker.scopes, writer.scopes, strict=False)
+    scopes = tuple(path for path, other in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    kind = scopes[-1:], "clone"
+    name = str(NodeName("".join(scopes[-1:]), "clone", ordinals[kind]))
+    ordinals[kind] += 1
+    spec, op = flow.graph.spec(result), "aten.clone.default"
+    return Node(name, op, (result,), {}, (spec,), False, scopes, writer.place)
 
 
 def _once_more(

@@ -14,6 +14,7 @@ from autopipe.ir.dataflow import analyse
 from autopipe.report import explain
 from autopipe.stages.lower import lower
 from autopipe.tracing import user_checkpoints
+from tests.support import odd_models
 from tests.support.inprocess import machine
 from tests.support.staged import split, trace_model
 from tests.support.zoo import ZOO
@@ -190,3 +191,29 @@ def test_transformers_own_switch_is_one():
         model.gradient_checkpointing_enable({"use_reentrant": False})
     wanted, _ = found_of(model, case.inputs)
     assert wanted == ("transformer.h.0", "transformer.h.1", "transformer.h.2", "transformer.h.3")
+
+
+class WrittenAfterwards(odd_models.Net):
+    """A tanh keeps its result for backward, and a checkpoint keeps nothing.
+
+    Bug: refused, as what the graph kept was written.
+    """
+
+    def begin(self):
+        self.norm = nn.LayerNorm(8)
+
+    def inside(self, hidden):
+        made = again(lambda x: self.middle(x).tanh(), hidden)
+        made += hidden
+        made = again(lambda x: torch.sigmoid(self.norm(x)), made)
+        made.view(-1)[::2] *= 0.5
+        return made * hidden
+
+
+def test_later_code_may_write_in_what_a_checkpoint_gives():
+    model = odd_models.built(WrittenAfterwards)
+    names = [
+        node.name for node in trace_model(model, odd_models.inputs, odd_models.square).graph.nodes
+    ]
+    assert [name for name in names if "clone" in name] == ["clone/0", "clone/1"]
+    assert odd_models.unlike_whole_or_cut(model, cuts=("clone/1",)) == []
