@@ -265,7 +265,7 @@ class _Writer:
         rows += [("gives" * (not n), flat(results[n]), spec) for n, spec in enumerate(gives)]
         single = len(results) == 1
         returned = results[0] if single else Call("", tuple(results))
-        kind = "Tensor" if single else f"tuple[{', '.join(['Tensor'] * len(results))}]"
+        kind = "Tensor" if single else f"tuple[{', '.join(['Tensor'] * len(results)) or '()'}]"
         states = self._assignments(first.home) if first.owns else []
         return [
             *("", "", f"class {cls.name}(States):"),

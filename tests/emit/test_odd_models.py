@@ -75,3 +75,36 @@ def test_an_op_whose_name_is_a_word_of_python() -> None:
     """It was written `aten.random_.from(...)`, which is no Python."""
     for text in stages(built(OfWholeNumbers), planned(built(OfWholeNumbers)), square).values():
         compile(text, "stage", "exec")
+
+
+class Remembers(nn.Module):
+    """Gives what a caller may leave: the buffer is what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        with torch.no_grad():
+            self.mean.copy_(hidden.mean(0))
+        return hidden.tanh()
+
+
+class LeavesOneResult(Net):
+    def begin(self) -> None:
+        self.layers = nn.ModuleList(Remembers() for _ in range(3))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden, given = layer(hidden), hidden
+        return given
+
+
+def test_a_module_whose_result_nobody_reads() -> None:
+    """It was written `-> tuple[]`, which is no Python."""
+    texts = stages(built(LeavesOneResult), planned(built(LeavesOneResult)), square).values()
+    assert any("-> tuple[()]:" in text for text in texts)
+    for text in texts:
+        compile(text, "stage", "exec")
