@@ -45,6 +45,7 @@ from autopipe.ir.torch_private import (
     fake_mode,
 )
 from autopipe.util import dtypes, self_checks
+from autopipe.util.dims import number_at
 
 ROWS, LENGTH = 4, 8
 """Rows and tokens at which specs are compared with an op's real outputs."""
@@ -207,7 +208,9 @@ def _run(graph: Graph, node: Node) -> tuple[Look, ...] | str:
                 return torch.empty(shape, dtype=dtype)
             if isinstance(arg, tuple):
                 return tuple(map(given, arg))
-            return _size(arg) if isinstance(arg, sympy.Expr) else arg
+            if isinstance(arg, sympy.Basic):
+                return number_at(sympy.sympify(at_sequence(arg, LENGTH)), ROWS)
+            return arg
 
         args = tuple(map(given, node.args))
         kwargs = {key: given(arg) for key, arg in node.kwargs.items()}

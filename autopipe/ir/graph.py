@@ -222,7 +222,7 @@ class Graph:
         def inside(arg: Arg) -> Any:
             if isinstance(arg, tuple) and not hasattr(arg, "_fields"):
                 return tuple(inside(item) for item in arg)
-            return at_sequence(arg, length) if isinstance(arg, sympy.Expr) else arg
+            return at_sequence(arg, length) if isinstance(arg, sympy.Basic) else arg
 
         def spec(known: TensorSpec) -> TensorSpec:
             return TensorSpec(tuple(at_sequence(d, length) for d in known.shape), known.dtype)

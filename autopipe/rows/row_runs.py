@@ -29,13 +29,13 @@ from autopipe.ir.graph import (
     State,
     TensorSpec,
     Value,
-    at_batch,
     bytes_at,
     resolve,
     shape_at,
 )
 from autopipe.rows.row_dims import rows_in
 from autopipe.tracing.source import keeping_default_dtype
+from autopipe.util import dims
 
 ROWS = 4
 """Rows of the whole: halves of two rows, since one row cannot be compared with another."""
@@ -130,8 +130,8 @@ class RowRuns:
                 return known[arg]
             if isinstance(arg, tuple):
                 return tuple(map(value, arg))
-            if isinstance(arg, sympy.Expr):
-                return at_batch(arg, rows)
+            if isinstance(arg, sympy.Basic):
+                return dims.number_at(arg, rows)
             if isinstance(arg, torch.dtype) and arg.is_floating_point:
                 return torch.float64
             return torch.device("cpu") if isinstance(arg, torch.device) else arg

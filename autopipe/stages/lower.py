@@ -34,7 +34,6 @@ from autopipe.ir.graph import (
     Ref,
     State,
     Value,
-    at_batch,
     resolve,
     values_in,
 )
@@ -60,6 +59,7 @@ from autopipe.stages.op_tape import PLACE
 from autopipe.stages.precision import copied, low, read_as_copies, saves_wide
 from autopipe.stages.recompute import Recomputed, check_recompute, runs_of, written_again
 from autopipe.stages.rng import draw
+from autopipe.util import dims
 
 
 @dataclass(frozen=True)
@@ -249,8 +249,8 @@ class _Emitter:
             return str(arg.at(self.rows))
         if isinstance(arg, tuple):
             return tuple(self.argument(item, env) for item in arg)
-        if isinstance(arg, sympy.Expr):
-            return at_batch(arg, self.rows)
+        if isinstance(arg, sympy.Basic):
+            return dims.number_at(arg, self.rows)
         return self.device if isinstance(arg, torch.device) else arg
 
     def _arguments(

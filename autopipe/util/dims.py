@@ -57,7 +57,8 @@ def parse(entry: Entry) -> int | sympy.Expr:
 def in_terms_of_sympy(size: sympy.Expr) -> sympy.Expr:
     """A size of torch's with sympy's own functions: torch has its own of `//` and `%`.
 
-    A plan could write these, but neither read them nor compile a formula that has one.
+    A plan could write these, but neither read them nor compile a formula that has one. What is no
+    whole number is no size (`x.shape[0] ** -0.5`): it keeps torch's, which compute as Python does.
     """
     import sympy
 
@@ -74,6 +75,14 @@ def in_terms_of_sympy(size: sympy.Expr) -> sympy.Expr:
         lambda part: part.func.__name__ in known,
         lambda part: known[part.func.__name__](*part.args),
     )
+
+
+def number_at(number: sympy.Basic, rows: int) -> bool | int | float:
+    """The value of what Python has computed from the rows of a micro-batch: `1 / b`, `b > 2`."""
+    found = number.subs(symbols()[0], rows)
+    if found.is_Boolean:
+        return bool(found)
+    return int(found) if found.is_Integer else float(found)
 
 
 def size_at(entry: Entry, rows: int) -> int:

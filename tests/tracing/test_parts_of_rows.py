@@ -7,9 +7,10 @@ from torch import nn
 import autopipe
 from autopipe.ir.graph import at_batch
 from autopipe.util import dims
+from autopipe.util.dims import number_at
 from tests.support.inprocess import machine
 from tests.support.long import chosen
-from tests.support.odd_models import built, inputs, planned, square, unlike
+from tests.support.odd_models import Net, built, inputs, planned, square, unlike
 from tests.support.staged import trace_model
 
 
@@ -177,3 +178,33 @@ def test_a_size_may_be_a_share_of_the_rows_that_is_rounded():
     assert dims.parse(str(third)) == third
     assert planned(built(EveryThird)).batch.rows == 8
     assert unlike(built(EveryThird), cuts=(7,)) == []
+
+
+NUMBERS = {
+    "1 / b": lambda b: 1 / b,
+    "b ** -0.5": lambda b: b**-0.5,
+    "2.0 ** b": lambda b: 2.0**b,
+    "b > 2": lambda b: b > 2,
+    "b % 3": lambda b: b % 3,
+    "-b // 3": lambda b: -b // 3,
+    "round(0.3 * b)": lambda b: round(0.3 * b),
+}
+
+
+class TimesANumber(Net):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def inside(self, hidden):
+        return self.middle(hidden) * self.number(hidden.shape[0]) + hidden
+
+
+@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_that_python_computes_from_the_rows_is_what_it_is(number):
+    """Bug: it was cut to a whole one, as a size is. A model too large to be compared with its graph
+    would have been multiplied by 0 without a word; `b > 2` was a NameError."""
+    graph = trace_model(built(lambda: TimesANumber(number)), inputs, square).graph
+    (factor,) = [node.args[1] for node in graph.nodes if node.short == "mul"]
+    assert [number_at(factor, rows) for rows in (2, 3, 7)] == [number(rows) for rows in (2, 3, 7)]
+    assert unlike(built(lambda: TimesANumber(number)), cuts=("relu/1",)) == []
