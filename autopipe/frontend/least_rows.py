@@ -1,13 +1,16 @@
 """The fewest rows that a micro-batch may have: batch norm needs two values per channel to train.
 
-    x [b, 16]          b values of each channel         b >= 2
-    x [b, 16, 8, 8]    64 b                             b >= 1
+    x [b, 16]              b values of each channel         b >= 2
+    x [b, 16, 8, 8]        64 b                             b >= 1
+    if x.shape[0] == 1:    the graph is that of no          b >= 2
 
 torch's own function refuses one value per channel. The graph's op does not: it divides by zero.
+torch.export takes each dim to be two and more, and has no note of a question whether it is one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -19,14 +22,25 @@ from autopipe.ir.graph import SEQUENCE, Graph, Node, Value, arguments, at_batch,
 
 @dataclass(frozen=True)
 class Least:
-    """A lower limit on the rows of a micro-batch; `place` is the user's line that causes it."""
+    """A lower limit on the rows of a micro-batch; `place` is the user's line that causes it.
+
+    `asked`: the line asks whether there is one row, and the graph is that of more.
+    """
 
     rows: int = 1
     place: str = ""
+    asked: bool = False
 
     def refusal(self, rows: int) -> ModelError:
         """The error for micro-batches of `rows` rows, fewer than the limit."""
         at = f"{self.place}: " if self.place else ""
+        if self.asked:
+            return ModelError(
+                f"{at}the model asks whether there is one row, its graph is that of more, and "
+                f"these micro-batches have {rows}",
+                hint="micro-batches of at least 2 rows; or --micro-batch-size 1, if the loss of "
+                'each is its own (loss_over = "micro-batch"): the graph is then one of one row',
+            )
         return ModelError(
             f"{at}batch norm trains on more than one value of each channel, and a "
             f"micro-batch of {rows} row{'s' if rows > 1 else ''} has one",
@@ -47,13 +61,17 @@ def least_rows(graph: Graph) -> Least:
     return found
 
 
-def check_rows(graph: Graph, rows: int) -> None:
-    """Refuse micro-batches with fewer rows than the graph can be trained with.
+def or_two(least: Least, asking: Sequence[str]) -> Least:
+    """A limit, or two rows where lines of the user's (`asking`) ask whether there is one."""
+    return Least(2, asking[0], asked=True) if asking and least.rows < 2 else least
+
+
+def check_rows(least: Least, rows: int) -> None:
+    """Refuse micro-batches with fewer rows than the graph can be run with.
 
     Raises:
         ModelError: names the user's line.
     """
-    least = least_rows(graph)
     if rows < least.rows:
         raise least.refusal(rows)
 

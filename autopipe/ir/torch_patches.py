@@ -9,6 +9,7 @@
     one_process                  distributed.is_initialized    ranks trace what was planned
     inference_without_gradients  inference_mode                export takes no note of it
     seeing_grad_modes            torch.autocast                export loses no_grad inside of it
+    seeing_questions             SymBool's truth               export takes dims for two and more
     not_compiling                compiler.is_compiling         a trace has eager's branches
     replacing                    a function of Python's        torch.cond, packed sequences
 
@@ -196,7 +197,7 @@ def inference_without_gradients() -> Iterator[None]:
 
     def enter(self: Any) -> None:
         entered = vars(self).setdefault("instead", [])
-        if _is_torchs(sys._getframe(1)):  # fake tensors are made so: it is no model's wish
+        if is_torchs(sys._getframe(1)):  # fake tensors are made so: it is no model's wish
             entered.append(None)
             own_enter(self)
             return
@@ -233,12 +234,28 @@ def seeing_grad_modes(changed: Callable[[bool | None], None]) -> Iterator[None]:
         yield
 
 
-def _is_torchs(frame: FrameType) -> bool:
+def is_torchs(frame: FrameType) -> bool:
     """Whether code is torch's own; not its distributions, which ask too from torch 2.15 on."""
     file = frame.f_globals.get("__name__", "")
     if file == "torch.utils._contextlib":  # a decorator's code counts as its function's
         file = getattr(frame.f_locals.get("func"), "__module__", "")
     return f"{file}.".startswith("torch.") and not str(file).startswith("torch.distributions")
+
+
+@contextmanager
+def seeing_questions(asked: Callable[[torch.SymBool, bool], None]) -> Iterator[None]:
+    """Within, `asked` is told what code outside of torch asks of sizes, and the answer: export
+    takes each dim to be two and more, and has no note of a question whether it is one."""
+    own: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
+
+    def answered(question: torch.SymBool) -> bool:
+        answer = own(question)
+        if not is_torchs(sys._getframe(1)):
+            asked(question, answer)
+        return answer
+
+    with patched(torch.SymBool, "__bool__", answered):
+        yield
 
 
 @contextmanager
@@ -250,7 +267,7 @@ def not_compiling() -> Iterator[None]:
 
     def answered(question: Callable[[], bool]) -> bool:
         caller = sys._getframe(3)  # behind `_asking` and `_asked_instead`
-        return _is_torchs(caller) and bool(own_of(question)())
+        return is_torchs(caller) and bool(own_of(question)())
 
     with ExitStack() as until, torch.compiler.set_stance("force_eager"):
         for question in (torch.compiler.is_compiling, torch.compiler.is_exporting):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from autopipe.ir.torch_patches import patched
+from autopipe.ir.torch_patches import is_torchs, patched
 
 _BUILTINS = {"min": builtins.min, "max": builtins.max}
 _POWER = math.pow
@@ -34,8 +35,9 @@ def chosen_by_tensors() -> Iterator[None]:
 
     def extreme(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
         def chosen(*args: Any, **kwargs: Any) -> Any:
-            if len(args) == 2 and not kwargs and any(isinstance(a, torch.SymInt) for a in args):
-                return _of_sizes(name, *args, otherwise)
+            if len(args) == 2 and not kwargs and any(isinstance(arg, _SIZES) for arg in args):
+                asked = not is_torchs(sys._getframe(1))
+                return _of_sizes(name, *args, otherwise, asked=asked)
             if not any(isinstance(arg, Tensor) for arg in args):
                 return otherwise(*args, **kwargs)
             found = _chosen(name, *args) if len(args) == 2 and not kwargs else None
@@ -56,15 +58,23 @@ def chosen_by_tensors() -> Iterator[None]:
         yield
 
 
-def _of_sizes(name: str, a: Any, b: Any, otherwise: Callable[..., Any]) -> Any:
-    """The argument that is the result for every number of rows, if there is one.
+_SIZES = torch.SymInt, torch.SymFloat
+
+
+def _of_sizes(name: str, a: Any, b: Any, otherwise: Callable[..., Any], *, asked: bool) -> Any:
+    """The argument that is the result for every number of rows from two on, if there is one.
 
     torch computes the stride of dims that a view merges so: `min(8, 64 * rows)` for experts before
     tokens. It does not find that this is 8, and would report a fixed number of rows.
+
+    Args:
+        asked: whether the model itself asks, to whose question one row may be another answer.
     """
     for first, second in ((a, b), (b, a)):
         least, most = (first, second) if name == "min" else (second, first)
         if statically_known_true(least <= most):
+            if asked:
+                bool(least <= most)  # `seeing_questions` sees it
             return first
     return otherwise(a, b)
 

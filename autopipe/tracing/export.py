@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import sympy
@@ -35,8 +36,9 @@ from autopipe.ir.torch_patches import (
     inference_without_gradients,
     not_compiling,
     one_process,
+    seeing_questions,
 )
-from autopipe.ir.torch_private import quiet
+from autopipe.ir.torch_private import expression, quiet
 from autopipe.opaque import branches, packed, scripted
 from autopipe.opaque.regions import Running, as_ops
 from autopipe.opaque.sites import with_loss
@@ -69,6 +71,7 @@ class Program(nn.Module):
         unsteady: the plain attributes and caches that make a second run differ from the first.
         asked_for_others: not empty if the model has asked whether there are other processes.
         asks_for_gpus: the user's lines that have asked whether a tensor is on a GPU.
+        asks_for_one_row: the user's lines that have asked whether there is one row.
         otherwise: the error if later runs read other values than the first; else None.
         twins: modules whose tensors stand for the model's own where the loss reads them.
         regions: the calls that are ops of a trace (`opaque.regions`).
@@ -98,6 +101,7 @@ class Program(nn.Module):
         self.unsteady: tuple[str, ...] = ()
         self.asked_for_others: Sequence[bool] = ()
         self.asks_for_gpus: set[str] = set()
+        self.asks_for_one_row: set[str] = set()
         self.otherwise: CaptureError | None = None
         self.twins: tuple[nn.Module, ...] = ()
         self.regions: tuple[Running, ...] = ()
@@ -125,10 +129,12 @@ class Program(nn.Module):
         if self._eager:
             with one_process(), with_loss(self.model, self.loss), not_compiling():
                 return self._results(batch, args, kwargs)
+        rows = self._rows(tensors)
         with (
             with_loss(self.model, self.loss),
             one_process() as self.asked_for_others,
-            as_ops(self.model, self.regions, self._rows(tensors)),
+            as_ops(self.model, self.regions, rows),
+            seeing_questions(partial(self._asked, rows)),
             leaving_modules_alone(),
             averaging_by_tensors(),
             copies_are_values(),
@@ -148,6 +154,17 @@ class Program(nn.Module):
                 return self._results(batch, args, kwargs)
             except GuardOnDataDependentSymNode as error:  # export would print its graph for it
                 raise refusals.takes_a_number(user_lines.of_error(error)) from error
+
+    def _asked(self, rows: Any, question: torch.SymBool, answer: bool) -> None:
+        """Note the line of a question about the rows to which one row is another answer."""
+        asked = expression(question)
+        symbols = expression(rows).free_symbols if isinstance(rows, torch.SymInt) else set()
+        if (
+            symbols
+            and asked.free_symbols == symbols
+            and bool(asked.subs(dict.fromkeys(symbols, 1))) != answer
+        ):
+            self.asks_for_one_row.add(user_lines.here(alone=True))
 
     def _as_registered(self) -> AsRegistered:
         return AsRegistered(self.model, self._registered, self._still_real)

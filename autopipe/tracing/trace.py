@@ -55,6 +55,7 @@ class Trace:
     `unsteady`: plain attributes and caches that make a second run call torch otherwise.
     `regions`: the calls that run as they are.
     `asks_for_gpus`: the user's lines that ask whether a tensor is on a GPU; the answer was no.
+    `asks_for_one_row`: the user's lines that ask whether there is one row; the answer was no.
     `rows`: the one number of rows of a micro-batch that the graph is for; None: any number.
     `kept`: the dtypes of a trace in 16 bits; None: those in which the model is built.
     """
@@ -67,6 +68,7 @@ class Trace:
     regions: tuple[Region, ...] = ()
     rows: int | None = None
     asks_for_gpus: tuple[str, ...] = ()
+    asks_for_one_row: tuple[str, ...] = ()
     kept: SixteenBits | None = None
 
     def facts(self, *, gpus: bool) -> Iterator[str]:
@@ -336,6 +338,6 @@ class _Tracing:
             graph = with_masters(graph, self.kept)
         regions = tuple(running.region for running in graph.regions.values())
         rows = None if self.symbolic else batches.rows_of(self.specs, self.leaves)
-        asks = tuple(sorted(program.asks_for_gpus))
+        asks = tuple(sorted(program.asks_for_gpus)), tuple(sorted(program.asks_for_one_row))
         found = program.paths, program.unsteady, regions
-        return Trace(graph, self.specs, tuple(reads), *found, rows, asks, self.kept)
+        return Trace(graph, self.specs, tuple(reads), *found, rows, *asks, self.kept)

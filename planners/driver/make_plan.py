@@ -20,7 +20,7 @@ from torch import nn
 from autopipe.cluster.cluster import Cluster
 from autopipe.errors import AutopipeError, ModelError, RowsFixed
 from autopipe.frontend import batch
-from autopipe.frontend.least_rows import least_rows
+from autopipe.frontend.least_rows import least_rows, or_two
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.measured_optimizer import measured_on, optimizer_factor
 from autopipe.frontend.optimizer import MakeOptimizer
@@ -279,7 +279,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
             against_whole.check(request, skeleton, trace, whole_loss, batch_of, say)
             trace = replace(trace, graph=whole_loss.rows)
         flow, blocks = analyse(trace.graph), find_blocks(trace.graph)
-    least = least_rows(trace.graph)
+    least = or_two(least_rows(trace.graph), trace.asks_for_one_row)
     for name, module in skeleton.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             say(f"{name}: its gradients are sparse in one process, and dense in a plan")
@@ -308,8 +308,10 @@ def _traced(
     others = partial(second, request.inputs, example, specs)
     size = request.microbatch_rows(rows)
     try:
-        two = batch.two_rows(example, specs)
-        return at(two, others=others, lines_may_fix_rows=size is None)
+        found = at(batch.two_rows(example, specs), others=others, lines_may_fix_rows=size is None)
+        if size != 1 or not found.asks_for_one_row:
+            return found
+        place = found.asks_for_one_row[0]
     except RowsFixed as refusal:
         if size is None:
             raise RowsFixed(
@@ -319,9 +321,10 @@ def _traced(
                 "the graph is then one of so many",
             ) from refusal
         place = refusal.message.partition(": ")[0]
-        say(f"{place}: rows are fixed here; the graph is one of micro-batches of {size} rows alone")
-        more = examples(request.inputs, example, specs)(size)
-        return at(batch.some_rows(more, specs, size), symbolic=False)
+    number = "1 row" if size == 1 else f"{size} rows"
+    say(f"{place}: rows are fixed here; the graph is one of micro-batches of {number} alone")
+    more = examples(request.inputs, example, specs)(size)
+    return at(batch.some_rows(more, specs, size), symbolic=False)
 
 
 def _check_gradient(graph: Graph) -> None:

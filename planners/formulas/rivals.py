@@ -9,7 +9,7 @@ from dataclasses import replace
 from autopipe.cluster.cluster import Link
 from autopipe.cluster.collective_time import Topology
 from autopipe.errors import AutopipeError, InfeasibleError
-from autopipe.frontend.least_rows import least_rows
+from autopipe.frontend.least_rows import least_rows, or_two
 from autopipe.frontend.measured_optimizer import optimizer_factor
 from autopipe.frontend.model_file import ModelFile
 from autopipe.frontend.optimizer import CUSTOM
@@ -89,7 +89,7 @@ def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> reques
         flow,
         blocks,
         plan.batch.rows,
-        least_rows(trace.graph),
+        or_two(least_rows(trace.graph), trace.asks_for_one_row),
         user_checkpoints.checkpointed_blocks(flow, blocks, say),
         trace.graph,
         offload=(),  # which no sheet tells of

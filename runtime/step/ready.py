@@ -7,7 +7,7 @@ from typing import Any
 
 from autopipe.frontend import batch as batches
 from autopipe.frontend import row_length
-from autopipe.frontend.least_rows import check_rows
+from autopipe.frontend.least_rows import ONE, check_rows, least_rows, or_two
 from autopipe.runtime.step.executor import Executor
 from autopipe.runtime.step.microbatches import LabelWeights
 from autopipe.runtime.step.prepare import Rank, evaluation, training
@@ -66,8 +66,9 @@ class Ready:
         """What runs `count` micro-batches of so many rows; made once for each number of them."""
         key = id(split), rows, count
         if key not in self._executors:
+            least = least_rows(split.graph) if trains else ONE
+            check_rows(or_two(least, split.trace.asks_for_one_row), rows)
             if trains:
-                check_rows(split.graph, rows)
                 made = training(self._rank, rows, split)
             else:
                 made = evaluation(self._rank, split, rows, count)

@@ -210,3 +210,53 @@ def test_a_graph_of_any_rows_stays_one() -> None:
     plan = planned(built(Net))
     assert not plan.rows_fixed and plan.traced_rows == ROWS
     assert batches.rows_of(plan.inputs, batches.flatten(inputs(6))) == 6
+
+
+class Alone(Net):
+    """torch.export takes all dims for two and more, and asks nobody whether there is one row."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.middle(hidden) * (2 if hidden.shape[0] > 1 else 3)
+
+
+class Centred(Net):
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.middle(hidden - hidden.mean(0) if len(hidden) != 1 else hidden)
+
+
+class Limited(Net):
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.middle(hidden) * max(0.5, 1 / hidden.shape[0])
+
+
+@pytest.mark.parametrize("kind", chosen([Alone, Centred, Limited], now=(Alone, Limited)))
+def test_a_question_whether_there_is_one_row_is_heard(kind: type[Net]) -> None:
+    """Bug: micro-batches of one row were computed as those of more, without a word."""
+    line = f"test_fixed_rows.py:{kind.inside.__code__.co_firstlineno + 1}: "
+    with pytest.raises(ModelError, match=rf"{line}the model asks whether there is one row"):
+        autopipe.plan(
+            built(kind), inputs, loss=square, cluster=machine(2), batch_size=8, micro_batches=8
+        )
+    several = autopipe.plan(built(kind), inputs, loss=square, cluster=machine(2), **KNOWN)
+    assert several.batch.microbatch_rows(1) == 4 and not several.rows_fixed
+    pipe = autopipe.parallelize(built(kind), several, loss=square)
+    assert pipe.evaluate(inputs(8)).isfinite()
+    with pytest.raises(ModelError, match="these micro-batches have 1"):
+        pipe.evaluate(inputs(1))
+
+
+@pytest.mark.parametrize("kind", chosen([Alone, Centred, Limited], now=(Alone,)))
+def test_micro_batches_of_one_row_have_a_graph_of_their_own(kind: type[Net]) -> None:
+    plan = autopipe.plan(
+        *(built(kind), inputs),
+        **{"loss": square, "cluster": machine(1), "dp": 1, "batch_size": 8},
+        micro_batch_size=1,
+        loss_over="micro-batch",
+    )
+    assert plan.rows_fixed and plan.batch.micro_batches == 8
+    model = built(kind)
+    pipe = autopipe.parallelize(copy.deepcopy(model), plan, loss=square)
+    batch = inputs(8)
+    each = [{name: tensor[n : n + 1] for name, tensor in batch.items()} for n in range(8)]
+    losses = [square(model(one["x"]), one).item() for one in each]
+    assert pipe.step(batch).item() == pytest.approx(sum(losses) / 8)
