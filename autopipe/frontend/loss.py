@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from autopipe.errors import ModelError
 from autopipe.frontend.user_lines import begins, codes_in
+from autopipe.ir.dataflow import gradient_values
+from autopipe.ir.graph import Graph, Ref
 from autopipe.util import dtypes
 
 Loss = Callable[[Any, Any], Any]
@@ -234,3 +236,30 @@ def _named_in(function: FunctionType) -> list[object]:
         if isinstance(value, nn.Module | partial | MethodType)
         or (isinstance(value, FunctionType) and value.__module__ == home)
     ]
+
+
+def check_trained(graph: Graph) -> None:
+    """Refuse a loss that trains nothing: torch itself refuses its backward.
+
+    Raises:
+        ModelError: names the last op that has a gradient.
+    """
+    carrying = gradient_values(graph)
+    if graph.outputs[0] in carrying:
+        return
+    ends = [
+        node
+        for node in graph.nodes
+        if any(value in carrying for value in node.values())
+        and not any(Ref(node.name, n) in carrying for n in range(len(node.outputs)))
+    ]
+    if not ends:
+        raise ModelError(
+            "no parameter that is trained goes into the loss: nothing would be trained",
+            hint="parameter.requires_grad_(True) where the model is built",
+        )
+    raise ModelError(
+        f"{ends[-1].place}: no gradient comes through {ends[-1].short}() here, and the loss has "
+        "none: nothing would be trained",
+        hint="compute the loss without .detach(), torch.no_grad(), argmax, or comparing",
+    )

@@ -70,12 +70,13 @@ class Plan:
     of a loss over the whole batch, between the two passes of a step. `lengths`: the lengths of rows
     that were asked for, in tokens, ascending, the last one that of `inputs`; if empty, rows may
     still be shorter. `regions` run as the user wrote them. `rows_fixed`: the graph is only for
-    micro-batches of the planned number of rows. For the precisions bf16 and fp16, `grad_dtype` is
-    the dtype in which gradients are summed, and `optimizer_dtype` that of what the optimizer
-    changes: fp32 master weights, or parameters of 16 bits; `low_buffers` are the fp32 buffers that
-    forward reads in 16 bits, since they meet activations. `work`: what a step computes; null if
-    unknown, or if there is no matrix product. `made` has a short hash of each part as the planner
-    left it, by which `edited` finds later changes.
+    micro-batches of the planned number of rows. `asks_for_one_row`: the user's lines by which a
+    micro-batch of one row would have another graph, and is refused. For the precisions bf16 and
+    fp16, `grad_dtype` is the dtype in which gradients are summed, and `optimizer_dtype` that of
+    what the optimizer changes: fp32 master weights, or parameters of 16 bits; `low_buffers` are the
+    fp32 buffers that forward reads in 16 bits, since they meet activations. `work`: what a step
+    computes; null if unknown, or if there is no matrix product. `made` has a short hash of each
+    part as the planner left it, by which `edited` finds later changes.
     """
 
     format: int
@@ -113,6 +114,7 @@ class Plan:
     low_buffers: tuple[str, ...] = ()
     regions: tuple[Region, ...] = ()
     rows_fixed: bool = False
+    asks_for_one_row: tuple[str, ...] = ()
     made: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -6,7 +6,8 @@ compare rows. Graphs run here on made-up weights alone.
 Never found here: the model's weights, stages, plans.
 
 Other rooms use: `loss_grouping.check`, `row_mixing.remark`, `moved_states.remark`,
-`own_backwards.remark`, `loss_tail.tail`, `row_dims.groups`, `.rows_dim`.
+`own_backwards.remark`, `one_row.same_with_one_row`, `loss_tail.tail`, `row_dims.groups`,
+`.rows_dim`.
 
     row_dims       in which dim of a value rows lie, and in which order
     row_runs       a part of a graph run on 4 rows, and on 2 and 2
@@ -15,4 +16,5 @@ Other rooms use: `loss_grouping.check`, `row_mixing.remark`, `moved_states.remar
     row_mixing     what makes a row depend on others before the loss
     moved_states   what each micro-batch moves, and the next one reads
     own_backwards  gradients that are no shares of the whole batch's
+    one_row        a model that asks for a single row computes the same of one
 """

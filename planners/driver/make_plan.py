@@ -18,15 +18,14 @@ from typing import Any
 from torch import nn
 
 from autopipe.cluster.cluster import Cluster
-from autopipe.errors import AutopipeError, ModelError, RowsFixed
+from autopipe.errors import AutopipeError, RowsFixed
 from autopipe.frontend import batch
 from autopipe.frontend.least_rows import least_rows, or_two
-from autopipe.frontend.loss import Loss
+from autopipe.frontend.loss import Loss, check_trained
 from autopipe.frontend.measured_optimizer import measured_on, optimizer_factor
 from autopipe.frontend.optimizer import MakeOptimizer
 from autopipe.ir.blocks import find_blocks
-from autopipe.ir.dataflow import analyse, gradient_values
-from autopipe.ir.graph import Graph, Ref
+from autopipe.ir.dataflow import analyse
 from autopipe.planfile.contents import BATCH, ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.costs.precision_of import need
@@ -43,6 +42,7 @@ from autopipe.planners.driver.request import (
 )
 from autopipe.planners.model.problem import Constraints
 from autopipe.rows import loss_grouping, moved_states, own_backwards, row_mixing
+from autopipe.rows.one_row import same_with_one_row
 from autopipe.stages.bind import check_runs
 from autopipe.stages.loss_cut import cut_loss
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
@@ -260,7 +260,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
     rows = request.batch_size or arguments.rows_of(inputs, example, specs, devices)
     with watch("traced"), phase("tracing"):
         trace = _traced(request, skeleton, example, specs, rows, say)
-        _check_gradient(trace.graph)
+        check_trained(trace.graph)
         for line in trace.facts(gpus=arguments.on_gpus(request.cluster)):
             say(line)
         if constraints.tp is not None:
@@ -307,8 +307,15 @@ def _traced(
     at = partial(at, kept=request.sixteen_bits, say=say)
     others = partial(second, request.inputs, example, specs)
     size = request.microbatch_rows(rows)
+
+    def alone(size: int) -> Trace:
+        more = examples(request.inputs, example, specs)(size)
+        return at(batch.some_rows(more, specs, size), symbolic=False)
+
     try:
         found = at(batch.two_rows(example, specs), others=others, lines_may_fix_rows=size is None)
+        if found.asks_for_one_row and same_with_one_row(found.graph, partial(alone, 1)):
+            return replace(found, asks_for_one_row=())
         if size != 1 or not found.asks_for_one_row:
             return found
         place = found.asks_for_one_row[0]
@@ -323,28 +330,4 @@ def _traced(
         place = refusal.message.partition(": ")[0]
     number = "1 row" if size == 1 else f"{size} rows"
     say(f"{place}: rows are fixed here; the graph is one of micro-batches of {number} alone")
-    more = examples(request.inputs, example, specs)(size)
-    return at(batch.some_rows(more, specs, size), symbolic=False)
-
-
-def _check_gradient(graph: Graph) -> None:
-    """Refuse a loss that trains nothing: torch itself refuses its backward."""
-    carrying = gradient_values(graph)
-    if graph.outputs[0] in carrying:
-        return
-    ends = [
-        node
-        for node in graph.nodes
-        if any(value in carrying for value in node.values())
-        and not any(Ref(node.name, n) in carrying for n in range(len(node.outputs)))
-    ]
-    if not ends:
-        raise ModelError(
-            "no parameter that is trained goes into the loss: nothing would be trained",
-            hint="parameter.requires_grad_(True) where the model is built",
-        )
-    raise ModelError(
-        f"{ends[-1].place}: no gradient comes through {ends[-1].short}() here, and the loss has "
-        "none: nothing would be trained",
-        hint="compute the loss without .detach(), torch.no_grad(), argmax, or comparing",
-    )
+    return alone(size)

@@ -206,6 +206,7 @@ def _without_bytes(
         lengths=request.lengths,
         regions=degree.trace.regions,
         rows_fixed=degree.trace.rows is not None,
+        asks_for_one_row=degree.trace.asks_for_one_row,
     )
 
 

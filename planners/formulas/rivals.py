@@ -89,7 +89,7 @@ def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> reques
         flow,
         blocks,
         plan.batch.rows,
-        or_two(least_rows(trace.graph), trace.asks_for_one_row),
+        or_two(least_rows(trace.graph), plan.asks_for_one_row),
         user_checkpoints.checkpointed_blocks(flow, blocks, say),
         trace.graph,
         offload=(),  # which no sheet tells of

@@ -67,7 +67,7 @@ class Ready:
         key = id(split), rows, count
         if key not in self._executors:
             least = least_rows(split.graph) if trains else ONE
-            check_rows(or_two(least, split.trace.asks_for_one_row), rows)
+            check_rows(or_two(least, self._rank.part.plan.asks_for_one_row), rows)
             if trains:
                 made = training(self._rank, rows, split)
             else:

@@ -239,10 +239,27 @@ def test_a_question_whether_there_is_one_row_is_heard(kind: type[Net]) -> None:
         )
     several = autopipe.plan(built(kind), inputs, loss=square, cluster=machine(2), **KNOWN)
     assert several.batch.microbatch_rows(1) == 4 and not several.rows_fixed
+    assert [place.endswith(line[:-2]) for place in several.asks_for_one_row] == [True]
     pipe = autopipe.parallelize(built(kind), several, loss=square)
     assert pipe.evaluate(inputs(8)).isfinite()
     with pytest.raises(ModelError, match="these micro-batches have 1"):
         pipe.evaluate(inputs(1))
+
+
+class Positions(Net):
+    """As transformers has it: of one row nothing is expanded."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        places = torch.arange(8.0)[None]
+        if hidden.shape[0] != places.shape[0]:
+            places = places.expand(hidden.shape[0], -1)
+        return self.middle(hidden + places)
+
+
+def test_a_question_that_makes_no_difference_is_none() -> None:
+    options = {"batch_size": 8, "micro_batches": 8}
+    plan = autopipe.plan(built(Positions), inputs, loss=square, cluster=machine(2), **options)
+    assert plan.batch.microbatch_rows(plan.mesh.dp) == 1 and plan.asks_for_one_row == ()
 
 
 @pytest.mark.parametrize("kind", chosen([Alone, Centred, Limited], now=(Alone,)))
