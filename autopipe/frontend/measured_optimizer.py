@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -29,6 +30,7 @@ from autopipe.frontend.optimizer import (
     JoinedElsewhere,
     MakeOptimizer,
     Named,
+    kind_named,
     optimizer_named,
     way_to_step,
 )
@@ -128,6 +130,23 @@ def stepped_apart(make: MakeOptimizer, like: Like | None = None) -> str:
             f"by dense gradients, end in {type(error).__name__}: {error}",
             hint=way_to_step(error),
         ) from error
+
+
+def named_apart(name: str) -> str:
+    """`stepped_apart` of an optimizer of torch.optim by its name: each is measured once a process.
+
+    Hooks on the steps of all optimizers may come and go: with any it is measured anew.
+    """
+    hooks = vars(sys.modules[torch.optim.Optimizer.__module__])
+    if hooks["_global_optimizer_pre_hooks"] or hooks["_global_optimizer_post_hooks"]:
+        return stepped_apart(optimizer_named(name))
+    kind: Any = kind_named(name)  # mypy: a class is hashed by its metaclass
+    return _kind_apart(kind)
+
+
+@cache
+def _kind_apart(kind: Callable[..., torch.optim.Optimizer]) -> str:
+    return stepped_apart(lambda parameters: kind(parameters))
 
 
 def parameters_of(graph: Graph) -> Iterator[tuple[str, nn.Parameter]]:

@@ -51,17 +51,24 @@ def optimizer_named(optimizer: str | MakeOptimizer) -> MakeOptimizer:
     """
     if callable(optimizer):
         return without_names(optimizer) if takes_names(optimizer) else optimizer
+    kind = kind_named(optimizer)
+    return lambda parameters: kind(parameters)  # type: ignore[call-arg]
+
+
+def kind_named(name: str) -> type[torch.optim.Optimizer]:
+    """The optimizer class of this name in torch.optim, in whatever case.
+
+    Raises:
+        AutopipeError: torch.optim has no optimizer of this name.
+    """
     names = {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     }
-    if optimizer.lower() not in names:
-        raise AutopipeError(
-            f"torch.optim has no optimizer {optimizer!r}", hint="adamw, adam, sgd, ..."
-        )
-    kind = names[optimizer.lower()]
-    return lambda parameters: kind(parameters)  # type: ignore[call-arg]
+    if name.lower() not in names:
+        raise AutopipeError(f"torch.optim has no optimizer {name!r}", hint="adamw, adam, sgd, ...")
+    return names[name.lower()]
 
 
 def way_to_step(error: Exception) -> str:

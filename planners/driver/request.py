@@ -264,10 +264,11 @@ def as_optimizer_allows(
         AutopipeError: parts were asked for of what it changes as a whole; torch.optim has none of
             this name; or it cannot step.
     """
-    with left_alone(optimizer):
-        granularity = measured.stepped_apart(
-            optimizer_named(optimizer), like if callable(optimizer) else None
-        )
+    if callable(optimizer):
+        with left_alone(optimizer):
+            granularity = measured.stepped_apart(optimizer_named(optimizer), like)
+    else:
+        granularity = measured.named_apart(optimizer)
     if granularity == measured.ELEMENT:
         return constraints
     effect, instead = measured.WORDS[granularity]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopipe.frontend.measured_optimizer import (
     ELEMENT,
@@ -16,6 +17,7 @@ from autopipe.frontend.measured_optimizer import (
     NOISE,
     TENSOR,
     measured_on,
+    named_apart,
     optimizer_factor,
     stepped_apart,
 )
@@ -83,6 +85,31 @@ def by_layer(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer
 def test_what_an_optimizer_changes_apart(make: MakeOptimizer, expected: str) -> None:
     """An element by its own gradient, or a parameter, or all of them."""
     assert stepped_apart(make) == expected
+
+
+def test_an_optimizer_of_torch_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name; with a hook on the steps of all optimizers, which may clip, it is anew."""
+    steps: list[object] = []
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            steps.append(super().step(closure))
+
+    monkeypatch.setattr(torch.optim, "SGD", Counting)
+    assert named_apart("sgd") == ELEMENT
+    measured = len(steps)
+    assert named_apart("SGD") == ELEMENT and len(steps) == measured > 0
+
+    def clipped(optimizer: torch.optim.Optimizer, *args: object) -> None:
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(every, 0.05)
+
+    hook = register_optimizer_step_pre_hook(clipped)
+    try:
+        assert named_apart("sgd") == MODEL
+    finally:
+        hook.remove()
+    assert named_apart("sgd") == ELEMENT
 
 
 class Blocks(nn.Module):
