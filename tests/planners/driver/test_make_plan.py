@@ -45,6 +45,7 @@ def test_the_same_problem_is_the_same_bytes(
 ) -> None:
     """Traced anew each time, too."""
     monkeypatch.setattr("autopipe.planners.driver.make_plan.trace_source", trace_source)
+    monkeypatch.setattr("autopipe.planners.driver.make_plan.bare", bare)
     for name in ("one", "two"):
         free().save(tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
