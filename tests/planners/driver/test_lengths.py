@@ -9,6 +9,8 @@ import autopipe
 from autopipe.errors import ModelError
 from tests.support.inprocess import machine
 
+pytestmark = pytest.mark.usefixtures("traces_remembered")
+
 LONGEST, WIDTH = 16, 8
 
 

@@ -40,14 +40,15 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("model", [SMALL, pytest.param({}, marks=pytest.mark.long)])
 def test_the_same_problem_is_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced anew each time, too."""
     monkeypatch.setattr("autopipe.planners.driver.make_plan.trace_source", trace_source)
     monkeypatch.setattr("autopipe.planners.driver.make_plan.bare", bare)
     for name in ("one", "two"):
-        free().save(tmp_path / name)
+        free(**model).save(tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     assert Plan.load(tmp_path / "one").planner.bound_seconds > 0
 

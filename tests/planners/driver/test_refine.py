@@ -12,29 +12,28 @@ from autopipe.cluster.cluster import Cluster, Group, Link, NodeGroup
 from autopipe.planfile.parts import Alternative, Prediction
 from autopipe.planners.driver.refine import fastest_of
 from tests.support.inprocess import machine
-from tests.support.pipes import traced_once
 from tests.support.plans import example_plan
-from tests.support.remembered import findings_remembered
 from tests.support.zoo import ZOO
+
+pytestmark = pytest.mark.usefixtures("traces_remembered")
 
 
 def planned(pp: int | None = None, dp: int | None = None) -> Plan:
     """The zoo's GPT over three devices that are far from each other."""
     case, far = ZOO["gpt"], Link(2e-3, 1e8)
     nodes = (NodeGroup(3, (Group(1, machine(1).row[0]),)),)
-    with traced_once("gpt"), findings_remembered():
-        return autopipe.plan(
-            case.model,
-            case.inputs,
-            loss=case.loss,
-            cluster=Cluster("far", nodes, far, far),
-            batch_size=8,
-            pp=pp,
-            dp=dp,
-            tp=1,
-            zero=0,
-            recompute="none",
-        )
+    return autopipe.plan(
+        case.model,
+        case.inputs,
+        loss=case.loss,
+        cluster=Cluster("far", nodes, far, far),
+        batch_size=8,
+        pp=pp,
+        dp=dp,
+        tp=1,
+        zero=0,
+        recompute="none",
+    )
 
 
 def test_the_longest_path_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import autopipe
 from autopipe import Plan
 from autopipe.errors import AutopipeError, InfeasibleError, PlanError
 from tests.support.inprocess import machine
+
+pytestmark = pytest.mark.usefixtures("traces_remembered")
 
 
 class Lopsided(nn.Module):
@@ -32,11 +35,13 @@ def inputs(rows: int) -> dict[str, Tensor]:
     return {"x": torch.ones(rows, 256)}
 
 
-def planned(model: nn.Module | None = None, **asked: Any) -> Plan:
+def normed() -> nn.Module:
+    return Lopsided(norm=True)
+
+
+def planned(model: Callable[[], nn.Module] = Lopsided, **asked: Any) -> Plan:
     few: dict[str, Any] = {"dp": 1, "tp": 1, "micro_batches": 16, "schedule": "1f1b"}
-    return autopipe.plan(
-        model or Lopsided(), inputs, cluster=machine(3), batch_size=4096, **{**few, **asked}
-    )
+    return autopipe.plan(model, inputs, cluster=machine(3), batch_size=4096, **{**few, **asked})
 
 
 def test_the_planner_gives_the_longer_stage_two_ranks() -> None:
@@ -60,8 +65,8 @@ def test_what_a_plan_says_is_what_was_asked_for() -> None:
 def test_running_statistics_take_no_turns() -> None:
     """Each rank would have its own: asked for it is refused, and by itself no plan has any."""
     with pytest.raises(PlanError, match=r"forward writes 'norm\..*' \(at .*\), and of ranks that"):
-        planned(Lopsided(norm=True), turns=(1, 2))
-    assert planned(Lopsided(norm=True)).turns == ()
+        planned(normed, turns=(1, 2))
+    assert planned(normed).turns == ()
 
 
 @pytest.mark.parametrize(
