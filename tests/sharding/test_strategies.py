@@ -18,16 +18,20 @@ from autopipe.sharding.strategies import RULES, strategies
 from autopipe.sharding.vocabulary_loss import vocabulary_loss
 from autopipe.util import self_checks
 from tests.support.dealing import Findings, check
-from tests.support.long import sampled
+from tests.support.long import LONG, sampled
 from tests.support.staged import trace_model, traced
 from tests.support.zoo import ZOO, noise
 
 SIZES = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 
 
+FEW = ("gpt", "gpt2", "llama", "mask", "picked", "odd")
+"""Models that have among them what the tests below look for; all others are for the long run."""
+
+
 @cache
 def zoo(ranks: int) -> Findings:
-    return check((traced(name).graph for name in ZOO), ranks)
+    return check((traced(name).graph for name in (ZOO if LONG else FEW)), ranks)
 
 
 @SIZES
@@ -42,7 +46,9 @@ def test_the_zoo_has_what_tensor_parallelism_is_about() -> None:
     assert {"RSRS", "PSSP"} <= zoo(2).sharded["addmm"]
     assert {"SIS", "SIP"} <= zoo(2).sharded["embedding"]  # columns, and rows of the vocabulary
     assert zoo(2).sharded["cross_entropy_loss"] == {"SII"}
-    assert {"SSSS", "SSSIS", "SSSSS"} == zoo(2).sharded["scaled_dot_product_attention"]
+    attention = zoo(2).sharded["scaled_dot_product_attention"]
+    assert {"SSSS", "SSSIS"} <= attention <= {"SSSS", "SSSIS", "SSSSS"}
+    assert not LONG or "SSSSS" in attention  # T5's bias, of heads, is in no other
     assert {"SS", "SP", "PP"} <= zoo(2).sharded["mean"]
 
 
@@ -231,7 +237,7 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
 }
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("name", OPS)
 def test_of_ops_that_the_zoo_has_not(name: str) -> None:
     """On 2 ranks and on 4; on 2 by default."""
