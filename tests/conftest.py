@@ -7,6 +7,7 @@ Tests marked `long`, and most cases of a `sweep`, run where AUTOPIPE_LONG=1 asks
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -102,6 +103,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item not in gone]
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
+
+
+def pytest_runtest_setup() -> None:
+    """A test that opens a group of one process leaves torch with all cores for what comes after it.
+
+    Where each core has a process of tests already, their threads wait for each other, busily.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_finish() -> None:
