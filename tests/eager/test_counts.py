@@ -209,7 +209,7 @@ class FromTheEnd(FromTheFront):
         return self.middle(hidden) * (2 if len(self.kept) < 1900 else 1)
 
 
-@pytest.mark.sweep(of=14)
+@pytest.mark.sweep(of=42)
 @pytest.mark.parametrize("kind", [*Warm.__subclasses__(), FromTheFront, FromTheEnd])
 def test_a_count_is_seen_wherever_it_is_kept(kind, size):
     """Bug: a run was trained on for good as if it were warming up."""

@@ -74,7 +74,7 @@ class Imported(Own):
         return uniform(0, 1000) < 1
 
 
-@pytest.mark.sweep(of=6)
+@pytest.mark.sweep(of=18)
 @pytest.mark.parametrize("kind", [Own, *Own.__subclasses__(), *OwnNumpy.__subclasses__()])
 def test_a_draw_that_seldom_matters_is_refused_with_its_line(kind, size):
     """Bug: 2 draws of a model's own generator were looked at, of which none mattered."""

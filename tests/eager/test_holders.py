@@ -179,7 +179,7 @@ def test_a_count_is_seen_and_put_back(kind):
     assert (found * 2).allclose(model.inside(hidden))
 
 
-@pytest.mark.sweep(of=6)
+@pytest.mark.sweep(of=12)
 @kinds()
 def test_a_warm_up_is_refused(kind, monkeypatch):
     assert f"it keeps {KEPT[kind]}\n" in refusal(built(kind))

@@ -63,7 +63,7 @@ class InAFunction(Net):
         return self.middle(hidden) * self.scale()
 
 
-@pytest.mark.sweep(of=6)
+@pytest.mark.sweep(of=12)
 @pytest.mark.parametrize(
     "kind, name",
     [

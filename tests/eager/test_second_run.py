@@ -68,6 +68,7 @@ class AddsAHook(Net):
         return self.middle(hidden)
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("kind", [RemovesItsHook, AddsAHook])
 def test_hooks_that_each_call_changes_are_refused(kind, large):
     """Bug: all micro-batches ran as the first."""
@@ -95,6 +96,7 @@ def closing():
     return loss
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     ("loss", "name"),
     [

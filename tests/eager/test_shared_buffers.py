@@ -51,6 +51,7 @@ def test_a_buffer_of_two_names_may_be_written(kind, size):
     assert unlike(built(kind), cuts=["relu/1"]) == []
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("kind", [OneAssigned, AssignedApart])
 def test_a_buffer_of_two_names_is_refused_where_they_become_two_tensors(kind, size):
     """Bug: without a word for a large model, in which both names went on as one tensor."""
@@ -138,7 +139,7 @@ class Anchored(Net):
         return self.middle(hidden) @ self.anchors[0]
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=6)
 @pytest.mark.parametrize("given", [Anchored, built(Anchored)], ids=["a function", "a model"])
 def test_so_is_one_in_an_attribute_that_forward_reads(given, size):
     """Bug: of a large model it stayed as it was built, if the model was given and not built."""

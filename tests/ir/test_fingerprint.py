@@ -53,6 +53,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(("options", "line"), CHANGES.values(), ids=CHANGES)
 def test_what_changes_the_model_changes_the_fingerprint_and_is_named(options, line):
     changed = graph(**options)

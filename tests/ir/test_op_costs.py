@@ -104,6 +104,7 @@ def test_what_looks_the_same_costs_the_same(name):
     assert costs(graph) == tuple(op_costs._cost(graph, node, carrying) for node in graph.nodes)
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("of", OPS.values(), ids=OPS)
 def test_each_rule_is_what_torch_counts(of):
     model = One(*of)

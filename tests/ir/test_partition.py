@@ -268,6 +268,7 @@ def test_the_owners_of_a_hundred_thousand_states_are_found_in_one_pass():
 REGROUPED = {"gpt2": 1e-5, "t5": 1e-5, "whisper": 1e-5}
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("name", [name for name in ZOO if name != "dropout"])
 def test_random_cuts_change_no_bit(name):
     """`tests.whole.test_transparency` does this with the runtime; here is nothing but the stages.
@@ -368,6 +369,7 @@ STORIES = [
 ]
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("run", STORIES, ids=lambda run: run.__name__)
 def test_one_or_two_cuts_anywhere_legal_change_no_bit(run):
     every_pair_of_cuts(run)

@@ -43,6 +43,7 @@ def test_of_a_run_of_seven_layers_three_stay() -> None:
     assert short.states["layers.4.up.weight"] == "layers.1.up.weight"
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("model", [Deep(3), Collecting()])
 def test_where_nothing_can_be_left_out_the_graph_is_whole(model: nn.Module) -> None:
     short, nodes = short_of(model)
@@ -85,12 +86,11 @@ def test_layers_that_take_turns_are_left_out_in_groups(
     "model",
     [
         Growing(),
-        Turning(9, masks=True),
         *(
             pytest.param(model, marks=pytest.mark.long)
             for model in (
                 *(Deep(in_place=True), Tied(12), Deep(), Collecting(), Deep(12)),
-                *(Turning(11), Turning(16, 3), Recalling(12)),
+                *(Turning(9, masks=True), Turning(11), Turning(16, 3), Recalling(12)),
             )
         ),
     ],

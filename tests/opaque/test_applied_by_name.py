@@ -61,6 +61,7 @@ class WithoutGradient(Net):
         return double(self.middle(hidden)) + kept
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("kind", [Straight, Several, ByAnother, WithoutGradient])
 def test_its_own_backward_runs(kind):
     """Bug: the forward was traced and differentiated: 2 where Double says 7, which only a

@@ -104,7 +104,7 @@ class WithoutGradient(Net):
         return Reversed.apply(self.middle(hidden), 2.0) + kept
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=6)
 @pytest.mark.parametrize(
     "kind", [Adversary, Straight, Several, WithSettings, WithoutGradient, Reentrant]
 )

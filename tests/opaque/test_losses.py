@@ -207,6 +207,7 @@ def counts(outputs, batch):
     return chosen(outputs, batch) / COUNTS
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     ("make", "why"),
     [

@@ -372,6 +372,7 @@ class MakesWeights(Net):
         return self.down((made @ hidden.unsqueeze(-1)).squeeze(-1))
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("kind", [AppliesIt, MakesWeights])
 def test_the_models_own_forward_is_the_last_that_runs_as_it_is(kind):
     """Bug: all of it did, for one line of torch.func or of a custom Function, and no pipeline could

@@ -217,6 +217,7 @@ class TakesApart(Net):
         return self.down(hidden) + data.mean() * len(sizes)
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("kind", [ReadsData, TakesApart], ids=lambda kind: kind.__name__)
 def test_lines_that_look_at_what_is_packed_run_as_they_are(kind):
     model = built(kind)

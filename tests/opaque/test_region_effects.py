@@ -137,7 +137,7 @@ class CountsInMemory(Net):
 
 @pytest.mark.parametrize(
     "kind",
-    chosen([Grows, Replaces, ByNumber, SetsTheData, CountsInMemory], now=(Replaces, ByNumber)),
+    chosen([Grows, Replaces, ByNumber, SetsTheData, CountsInMemory], now=(ByNumber,)),
 )
 def test_a_call_that_changes_what_it_is_given_is_widened(kind):
     """Bug: the graph had the list, or the tensor, as it was before; planning's look found it."""

@@ -312,6 +312,7 @@ def test_a_backward_does_not_take_a_count_back():
     assert Numbers.seen == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", [Checkpointed, HookReadsWhatIsLeft, NormedTwice])
 def test_backward_finds_what_its_own_forward_had(kind):
     """All forwards first. Bug: the tensors of the last micro-batch stood in the module, those that

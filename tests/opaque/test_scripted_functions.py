@@ -67,6 +67,7 @@ class TracedAndCalledBefore(OfSizes):
     function = staticmethod(called(compiled(torch.jit.trace, positive_or_not, torch.ones(2, 8))))
 
 
+@pytest.mark.sweep(of=5)
 @pytest.mark.parametrize("kind", [Scripted, CalledBefore, OfSizes, Traced, TracedAndCalledBefore])
 def test_its_ops_are_in_the_graph(kind):
     """Bug: of a function that was called before, a graph without its gradients was traced, which

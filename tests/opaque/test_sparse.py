@@ -76,7 +76,7 @@ class Between(Net):
         return self.middle(hidden.relu().to_sparse().to_dense())
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=6)
 @pytest.mark.parametrize("kind", [Made, OfABuffer, OfAnAttribute, Given, Between])
 def test_a_call_that_computes_with_sparse_tensors_runs_as_it_is(kind):
     """Bug: "the model raises NotImplementedError: Cannot access storage of SparseTensorImpl"."""
@@ -86,6 +86,7 @@ def test_a_call_that_computes_with_sparse_tensors_runs_as_it_is(kind):
     assert unlike(built(kind), cuts=["down/linear/0"]) == []
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("layout", ["csr", "csc"])
 def test_so_it_is_with_other_layouts(layout):
     def model():

@@ -170,6 +170,7 @@ def fits(x: Tensor, after: tuple[int, ...], lies: Placement, made: Placement, ra
     )
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("size", [12, 24, 36])
 def test_views_against_brute_force(size: int, ranks: int) -> None:

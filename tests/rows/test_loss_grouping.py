@@ -130,6 +130,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("offset", [0, 100])
 def test_a_mean_of_the_hardest_rows_agrees_by_chance_in_two_draws_of_three(offset):
     """Bug: it was taken as it is where the first draw agreed."""
@@ -157,6 +158,7 @@ BEYOND = {
 }
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("loss", BEYOND.values(), ids=BEYOND)
 def test_what_compares_rows_beyond_a_threshold(loss):
     """Bug: made-up numbers were all about as large as 1, and a trained model's are not."""
@@ -180,6 +182,7 @@ MASKED = {
 }
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("loss", MASKED.values(), ids=MASKED)
 def test_a_mask_of_the_example_may_count_all_and_that_of_a_batch_less(loss):
     """Bug: micro-batches of unequally many chosen tokens weighed alike, without a word."""

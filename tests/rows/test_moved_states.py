@@ -93,6 +93,7 @@ class Clamped(Net):
         return self.middle(hidden)
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -109,6 +110,7 @@ def test_what_the_next_call_reads_is_named(kind, name):
     assert line.startswith("/"), "no line of the user's is named"
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", [Statistics, StatisticsOfAllCalls, ForALog, Cache, Clamped])
 def test_what_it_does_not_read_is_not(kind):
     assert moved_states.remark(trace_model(built(kind), inputs, square).graph) is None

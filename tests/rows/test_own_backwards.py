@@ -80,6 +80,7 @@ def test_a_gradient_that_does_not_scale_is_named():
     assert "the backward of Clipped does not scale" in remark(Clipped.apply)
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     "function",
     [Double.apply, lambda hidden: Rounded.apply(hidden, torch.arange(8)), Raises.apply],

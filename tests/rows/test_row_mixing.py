@@ -91,6 +91,7 @@ MIX = {
 }
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("name", MIX)
 def test_an_op_that_mixes_rows_is_named(name):
     mix, op = MIX[name]
@@ -114,6 +115,7 @@ APART = {
 }
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("name", APART)
 def test_of_rows_that_stay_apart_nothing_is_said(name):
     assert said(APART[name]) is None

@@ -163,6 +163,7 @@ def both(x: Tensor, source: str, target: str, size: int) -> tuple[Tensor, Tensor
     return y.detach(), dx
 
 
+@pytest.mark.sweep(of=5)
 @EACH
 def test_make_fx_writes_them_down(source: Placement, target: Placement) -> None:
     """Both directions are one node each; what it wrote runs with other numbers."""
@@ -176,6 +177,7 @@ def test_make_fx_writes_them_down(source: Placement, target: Placement) -> None:
     assert ops.count(torch.ops.autopipe.convert.default) == 2
 
 
+@pytest.mark.sweep(of=5)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
     ("source", "target"), [(I, R), (P, I), (S(1), R), (P, S(1)), (S(1), S(0))], ids=str

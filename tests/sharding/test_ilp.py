@@ -90,6 +90,7 @@ def test_all_matrices_of_a_layer_are_divided() -> None:
                 assert states[state].sharded, state
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize(
     ("name", "path", "tokens", "sums"),
     [

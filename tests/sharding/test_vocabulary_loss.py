@@ -71,6 +71,7 @@ def off(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("reduction", [1, 2])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(

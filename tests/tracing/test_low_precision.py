@@ -244,6 +244,7 @@ class MixesInAProduct(nn.Module):
         return torch.bmm(self.first(x).float(), x.transpose(1, 2)).transpose(1, 2)
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("kind", [Tables, MixesInAProduct])
 def test_no_weights_are_made_to_see_that_buffers_meet_activations(kind):
     """A run without weights tells; they were made for each buffer, 15 s each time in MaxViT. Where

@@ -46,7 +46,7 @@ class Scattered(Net):
         return torch.as_strided_scatter(hidden, hidden[:, :4], (len(hidden), 4), (8, 1))
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.sweep(of=6)
 @pytest.mark.parametrize("kind", [Windows, FromTheSecond])
 @pytest.mark.parametrize("cut", ["permute/0", "contiguous/0", "as_strided/0"])
 def test_a_stage_gets_the_elements_in_the_order_of_the_dims(kind, cut):

@@ -163,7 +163,7 @@ MAY = [
     "kind",
     chosen(
         [*MAY, OnATensor, InAPart],
-        now=(BroughtIn, ReadsData, WritesData, MovesItsWeight, CastsByWord, OnATensor, InAPart),
+        now=(BroughtIn, WritesData, MovesItsWeight, InAPart),
     ),
 )
 def test_what_python_does_in_forward_is_done_by_tensors_or_left_out(kind):

@@ -355,6 +355,7 @@ class DropsInPlace(Net):
         return self.middle(hidden)
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("kind", [DropsOfAList, DropsInPlace])
 def test_what_is_drawn_in_place_is_known_while_planning(kind):
     """Bug: a run ended at the first micro-batch that left out a layer."""

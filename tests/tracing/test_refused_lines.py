@@ -214,6 +214,7 @@ class Loops(Net):
 REFUSED |= {Loops: "a loop inside the graph (while_loop and its like)"}
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     "kind",
     chosen(REFUSED, now={*REFUSED} - {PythonRandom, NumpyRandom}),
@@ -362,7 +363,7 @@ OTHERS = {
 
 @pytest.mark.parametrize(
     "kind",
-    chosen(OTHERS, now=(ClampedLate, ZeroesARow, SeenBefore, Replaced, Scaled, Grows)),
+    chosen(OTHERS, now=(ClampedLate, SeenBefore, Scaled, Grows)),
     ids=lambda kind: kind.__name__,
 )
 def test_what_a_graph_would_lose_is_refused_with_its_file(kind):

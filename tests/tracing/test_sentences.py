@@ -235,6 +235,7 @@ class AllFrozen(Net):
         self.requires_grad_(False)
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     ("kind", "why"),
     [

@@ -257,6 +257,7 @@ def test_no_grad_regions_are_marks_on_nodes():
     }
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("cuts", [[], ["second/linear/0"], ["abs/0"], ["mul/0"]])
 def test_what_no_grad_computes_from_a_weight_carries_no_gradient(cuts):
     found = trace_model(REGIONS.model(), REGIONS.inputs, mean)
@@ -368,6 +369,7 @@ class Output:
     note: str = ""
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     "wrap", [lambda x: x, lambda x: {"loss": x, "hidden": x + 1}, lambda x: Output(x)]
 )
@@ -407,6 +409,7 @@ def test_one_tensor_passed_twice_is_two_inputs():
     assert {"<x>", "<y>"} <= used
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("of", ["inputs", "weights"])
 def test_a_size_that_depends_on_values_is_refused_with_its_line(of):
     """It is what the model gives: no lines of forward give tensors of fixed sizes."""

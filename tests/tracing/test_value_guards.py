@@ -69,6 +69,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize(("read", "reads"), KINDS.values(), ids=KINDS)
 def test_reads_of_inputs_and_buffers_are_answered_truly_without_the_weights(read, reads):
     found = traced(read, real=None)
@@ -147,6 +148,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("write", WRITTEN.values(), ids=WRITTEN)
 def test_a_real_tensor_that_a_fake_one_was_written_into_is_not_believed(write):
     """Its zeros stay zeros: `out.any()` would be recorded as False, which is a lie."""
@@ -356,7 +358,7 @@ USED = {
 }
 
 
-@pytest.mark.sweep(of=4)
+@pytest.mark.sweep(of=8)
 @pytest.mark.parametrize("look", USED.values(), ids=USED)
 def test_a_number_that_something_depends_on_is_checked(look):
     with pytest.raises(CaptureError, match="depends on the model's weights"):
@@ -415,6 +417,7 @@ class Scaled(nn.Module):
         return self.layer(x).sum() * (2 if self.scale(task[0]) else 1)
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     "scale",
     [

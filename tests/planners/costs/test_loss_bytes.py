@@ -97,6 +97,7 @@ def most(graph: Graph) -> int:
     )
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_a_backward_has_beside_what_is_kept(loss: str) -> None:
     """To 2 %: sums of rows, masks and single numbers are not counted."""

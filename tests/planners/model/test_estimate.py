@@ -180,6 +180,7 @@ def alike(stages: int, micro_batches: int, constraints: Constraints | None = Non
     )
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize(
     ("name", "chunks"),

@@ -152,6 +152,7 @@ def test_of_long_ranges_some_numbers_are_looked_at() -> None:
 STAYS, AWAY = -3, -2
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("seed", range(40))
 def test_no_choice_of_what_every_block_does_is_quicker(seed: int) -> None:
     """Four blocks, of one class or of two, with a level or none; each stays, is away, runs again

@@ -109,6 +109,7 @@ def saved(items: tuple[Saved, ...], i: int, j: int) -> int:
     )
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("seed", range(40))
 def test_tables_are_sums_over_every_range(seed: int) -> None:
     """On as many kinds of devices as there are; every third second is one of exchanging."""

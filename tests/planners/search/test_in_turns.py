@@ -30,7 +30,7 @@ def alike(seed: int, rich: bool) -> Problem:
 
 @pytest.mark.parametrize("rich", [False, True], ids=["plain", "rich"])
 @pytest.mark.parametrize(
-    "seed", [pytest.param(0, marks=pytest.mark.long), *range(1, share(40, of=4))]
+    "seed", [pytest.param(0, marks=pytest.mark.long), *range(1, share(40, of=8))]
 )
 def test_the_division_of_ranks_is_that_of_brute_force(seed: int, rich: bool) -> None:
     problem = alike(seed, rich)

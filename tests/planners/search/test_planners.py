@@ -131,7 +131,7 @@ def same(dynamic: Found, exhaustive: Found) -> None:
             assert found.slower <= other.step_seconds / step - 1 + 1e-9
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.sweep(of=6)
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_dynamic_is_exhaustive(make: str, first: int) -> None:
@@ -169,7 +169,7 @@ def test_where_sums_of_gradients_are_long(make: str) -> None:
         same(found_by("dynamic", problem), found_by("exhaustive", problem))
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=9)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("make", MAKERS)
 def test_under_every_schedule_that_is_asked_for(make: str, schedule: str) -> None:
