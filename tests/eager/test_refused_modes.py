@@ -17,6 +17,7 @@ from tests.support.odd_models import (
     inputs,
     planned,
     square,
+    traced,
     unlike,
     unlike_whole_or_cut,
 )
@@ -143,11 +144,11 @@ AS_THEY_ARE = {
     ids=lambda kind: kind.__name__,
 )
 def test_what_no_trace_sees_runs_as_it_is(kind):
-    (region,) = trace_model(built(kind), inputs, square).regions
+    (region,) = traced(kind).regions
     lines, first = inspect.getsourcelines(kind)
     line = next(first + n for n, text in enumerate(lines) if "# here" in text)
     assert (region.method, region.why) == ("inside", f"{__file__}:{line}: {AS_THEY_ARE[kind]}")
-    assert unlike_whole_or_cut(built(kind), cuts=["relu/1"]) == []
+    assert unlike_whole_or_cut(built(kind), traced=traced(kind), cuts=["relu/1"]) == []
 
 
 class ReadsTheLastGradient(Net):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autopipe.frontend.construct import fake_copy
-from tests.support.odd_models import Net, built, planned, regions_of, unlike
+from tests.support.odd_models import Net, built, planned, regions_of, traced, unlike
 
 
 class Patched(Net):
@@ -72,7 +72,7 @@ def test_beside_what_runs_as_it_is(kind):
             super().begin()
             self.middle.register_full_backward_hook(lambda m, i, o: (3 * i[0],))
 
-    assert unlike(built(Hooked)) == []
+    assert unlike(built(Hooked), traced=traced(Hooked)) == []
     assert regions_of(Hooked) == ["middle"]
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.support.autograd_functions import Double, HalfOfExp
-from tests.support.odd_models import Net, built, inputs, square, unlike_whole_or_cut
-from tests.support.staged import trace_model
+from tests.support.odd_models import Net, built, traced, unlike_whole_or_cut
 
 
 class Signs(torch.autograd.Function):
@@ -66,9 +65,9 @@ class WithoutGradient(Net):
 def test_its_own_backward_runs(kind):
     """Bug: the forward was traced and differentiated: 2 where Double says 7, which only a
     comparison with the model told, and of a large model there is none."""
-    trace = trace_model(built(kind), inputs, square)
+    trace = traced(kind)
     assert not trace.regions and any(node.short == "function" for node in trace.graph.nodes)
-    assert unlike_whole_or_cut(built(kind), cuts=["relu/1"]) == []
+    assert unlike_whole_or_cut(built(kind), traced=traced(kind), cuts=["relu/1"]) == []
     assert double(torch.ones(1)).item() == 2
 
 
@@ -77,8 +76,8 @@ def test_one_with_a_setup_of_its_own_runs_as_it_is():
         def inside(self, hidden):
             return exp(self.middle(hidden).tanh())
 
-    (region,) = trace_model(built(SetUp), inputs, square).regions
+    (region,) = traced(SetUp).regions
     assert (
         "HalfOfExp, a custom autograd.Function, is applied by a name that was given" in region.why
     )
-    assert unlike_whole_or_cut(built(SetUp), cuts=["relu/1"]) == []
+    assert unlike_whole_or_cut(built(SetUp), traced=traced(SetUp), cuts=["relu/1"]) == []

@@ -18,6 +18,7 @@ from tests.support.odd_models import (
     inputs,
     refusal,
     square,
+    traced,
     unlike,
     unlike_whole_or_cut,
 )
@@ -225,10 +226,10 @@ def test_what_would_hide_something_in_the_op_runs_as_it_is(kind):
     """Bug: all were refused, and `AroundIt` ended in a traceback. A parameter in a method that it
     is given, the rows of the trace, a write that nobody sees."""
     before = torch.autograd.Function.__dict__.get("apply")
-    (region,) = trace_model(built(kind), inputs, square).regions
+    (region,) = traced(kind).regions
     assert region.name in ("inside()", "inside_lines_2_to_2()")
     assert AS_IT_IS[kind] in region.why
-    assert unlike_whole_or_cut(built(kind), cuts=["relu/1"]) == []
+    assert unlike_whole_or_cut(built(kind), traced=traced(kind), cuts=["relu/1"]) == []
     assert torch.autograd.Function.__dict__.get("apply") is before
     assert Double.apply(torch.ones(1)).item() == 2
 

@@ -8,6 +8,7 @@ from tests.support.odd_models import (
     built,
     inputs,
     square,
+    traced,
     unlike,
     unlike_whole_or_cut,
 )
@@ -78,9 +79,9 @@ class ByItsInput(Net):
 def test_what_a_part_is_given_requires_a_gradient_as_it_does_in_the_model():
     """Bug: refused, "the graph of the model fails where the model does not", without a line: no
     graph says `x.requires_grad_()`, so the part was given an x that required none."""
-    (region,) = trace_model(built(ByItsInput), inputs, square).regions
+    (region,) = traced(ByItsInput).regions
     assert (region.method, region.carrying) == ("residual", (0,))
-    assert unlike_whole_or_cut(built(ByItsInput), cuts=["tanh/0"]) == []
+    assert unlike_whole_or_cut(built(ByItsInput), traced=traced(ByItsInput), cuts=["tanh/0"]) == []
 
 
 class SolvedApart(Net):
@@ -101,8 +102,8 @@ class SolvedApart(Net):
 def test_a_call_under_no_grad_that_runs_as_it_is_records_no_gradients():
     """Bug: it was called outside of no_grad, and refused as it ran: "solve(), which runs as it is,
     gives a tensor with a gradient in this micro-batch, and had none when it was planned"."""
-    assert unlike(built(SolvedApart)) == []
-    regions = trace_model(built(SolvedApart), inputs, square).graph.regions.values()
+    assert unlike(built(SolvedApart), traced=traced(SolvedApart)) == []
+    regions = traced(SolvedApart).graph.regions.values()
     assert [(one.region.name, one.region.grad) for one in regions] == [("solve()", False)]
 
 

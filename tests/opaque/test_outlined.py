@@ -293,10 +293,11 @@ class ReadsALine(Net):
 def test_a_few_lines_run_as_they_are_where_no_call_can():
     """From where `pool` is made, which no op can be given."""
     model = built(ReadsALine)
-    (running,) = trace_model(model, inputs, square).graph.regions.values()
+    trace = trace_model(model, inputs, square)
+    (running,) = trace.graph.regions.values()
     assert running.region.name == "forward_lines_3_to_5()"
     assert [result.shape for result in running.region.results] == [()]
-    assert unlike(model, cuts=["middle/linear/0"]) == []
+    assert unlike(model, traced=trace, cuts=["middle/linear/0"]) == []
 
 
 class Rounds(Net):
@@ -313,9 +314,10 @@ class Rounds(Net):
 
 def test_a_line_in_a_loop_is_a_call_in_each_round():
     model = built(Rounds)
-    names = [one.region.name for one in trace_model(model, inputs, square).graph.regions.values()]
+    trace = trace_model(model, inputs, square)
+    names = [one.region.name for one in trace.graph.regions.values()]
     assert names == ["forward_lines_4_to_5()", "forward_lines_4_to_5()#1"]
-    assert unlike(model) == []
+    assert unlike(model, traced=trace) == []
 
 
 class KeepsWhatItPicks(Net):
@@ -328,9 +330,10 @@ class KeepsWhatItPicks(Net):
 
 def test_lines_that_read_an_attribute_go_with_those_that_write_it():
     model = built(KeepsWhatItPicks)
-    (running,) = trace_model(model, inputs, square).graph.regions.values()
+    trace = trace_model(model, inputs, square)
+    (running,) = trace.graph.regions.values()
     assert running.region.name == "forward_lines_3_to_5()"
-    assert unlike(model) == []
+    assert unlike(model, traced=trace) == []
 
 
 class DrawsTheSame(Net):
@@ -378,6 +381,7 @@ def test_the_models_own_forward_is_the_last_that_runs_as_it_is(kind):
     """Bug: all of it did, for one line of torch.func or of a custom Function, and no pipeline could
     cut the model."""
     model = built(kind)
-    (running,) = trace_model(model, inputs, square).graph.regions.values()
+    trace = trace_model(model, inputs, square)
+    (running,) = trace.graph.regions.values()
     assert running.region.name == "forward_lines_3_to_3()"
-    assert unlike(model, cuts=["relu/0"]) == []
+    assert unlike(model, traced=trace, cuts=["relu/0"]) == []

@@ -18,6 +18,7 @@ from tests.support.odd_models import (
     inputs,
     regions_of,
     square,
+    traced,
     unlike,
     unlike_whole_or_cut,
 )
@@ -86,7 +87,9 @@ class IsGivenAside(Net):
 
 def test_what_a_call_leaves_in_an_attribute_is_a_result_of_it_where_others_read_it():
     assert regions_of(SideChannel) == ["first()"]
-    assert unlike_whole_or_cut(built(SideChannel), cuts=["relu/1"]) == []
+    assert (
+        unlike_whole_or_cut(built(SideChannel), traced=traced(SideChannel), cuts=["relu/1"]) == []
+    )
 
 
 def test_a_loss_reads_it_too():
@@ -96,8 +99,9 @@ def test_a_loss_reads_it_too():
     def loss(outputs, batch):
         return square(outputs, batch) + 0.1 * model.left
 
-    assert unlike(model, loss) == []
-    assert trace_model(model, inputs, loss).regions[0].left == ("left",)
+    trace = trace_model(model, inputs, loss)
+    assert unlike(model, loss, traced=trace) == []
+    assert trace.regions[0].left == ("left",)
 
 
 def test_what_crosses_otherwise_than_as_a_tensor_widens_the_call():
@@ -108,9 +112,9 @@ def test_a_gradient_in_the_models_own_forward_is_a_line_that_runs_as_it_is():
     """Bug: it was refused; then all of the model ran as it is, and no pipeline could cut it.
     Physics-informed models and those of forces take gradients there."""
     model = built(InTheModelItself)
-    (region,) = trace_model(model, inputs, square).regions
-    assert region.name == "forward_lines_2_to_2()"
-    assert unlike(model) == []
+    trace = trace_model(model, inputs, square)
+    assert [region.name for region in trace.regions] == ["forward_lines_2_to_2()"]
+    assert unlike(model, traced=trace) == []
 
 
 class Again(torch.autograd.Function):
@@ -203,9 +207,9 @@ class Evaluates(Net):
 @pytest.mark.parametrize("kind", chosen([SetsAttributes, Evaluates], now=(SetsAttributes,)))
 def test_a_call_finds_what_forward_has_set_before_it(kind):
     """Bug: each had what the first model had, and running statistics were no written buffers."""
-    first, second = trace_model(built(kind), inputs, square).regions
+    first, second = traced(kind).regions
     assert first.finds != second.finds
-    assert unlike_whole_or_cut(built(kind), cuts=["relu/1"]) == []
+    assert unlike_whole_or_cut(built(kind), traced=traced(kind), cuts=["relu/1"]) == []
 
 
 class InTurn(Net):
@@ -347,6 +351,6 @@ class ReadsTheBatchAlone(Net):
 
 def test_a_call_that_reads_the_batch_alone():
     """Bug: its tensors had values where the rest had none, and the call stood in for itself."""
-    (region,) = trace_model(built(ReadsTheBatchAlone), inputs, square).regions
+    (region,) = traced(ReadsTheBatchAlone).regions
     assert region.module == "part"
-    assert unlike(built(ReadsTheBatchAlone)) == []
+    assert unlike(built(ReadsTheBatchAlone), traced=traced(ReadsTheBatchAlone)) == []

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.odd_models import Net, built, inputs, square, unlike_whole_or_cut
-from tests.support.staged import trace_model
+from tests.support.odd_models import Net, built, traced, unlike_whole_or_cut
 
 
 def clamped(hidden: Tensor, bound: float) -> Tensor:
@@ -72,6 +71,6 @@ class TracedAndCalledBefore(OfSizes):
 def test_its_ops_are_in_the_graph(kind):
     """Bug: of a function that was called before, a graph without its gradients was traced, which
     only a comparison with the model told, and of a large model there is none."""
-    trace = trace_model(built(kind), inputs, square)
+    trace = traced(kind)
     assert not trace.regions
-    assert unlike_whole_or_cut(built(kind), cuts=["relu/1"]) == []
+    assert unlike_whole_or_cut(built(kind), traced=traced(kind), cuts=["relu/1"]) == []

@@ -11,7 +11,7 @@ from autopipe.ir.tensors import bytes_of
 from autopipe.opaque import sparse
 from autopipe.opaque.trees import Own, from_text, parts_of, to_text, whole_of
 from tests.support.inprocess import machine
-from tests.support.odd_models import Net, built, inputs, planned, square, unlike
+from tests.support.odd_models import Net, built, inputs, planned, square, traced, unlike
 from tests.support.staged import trace_model
 
 RING = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 0]])
@@ -157,9 +157,9 @@ class Handed(Net):
 
 def test_lines_of_the_models_own_forward_that_make_a_sparse_tensor_run_as_they_are():
     """They were refused, with the hint to move them to a method."""
-    (region,) = trace_model(built(Handed), inputs, square).regions
+    (region,) = traced(Handed).regions
     assert region.method.startswith("forward_line")
-    assert unlike(built(Handed)) == []
+    assert unlike(built(Handed), traced=traced(Handed)) == []
 
 
 class Jagged(Net):
@@ -177,6 +177,6 @@ class Jagged(Net):
 def test_nested_tensors_live_within_lines_that_run_as_they_are():
     """Bug: "the model raises RuntimeError: to_dense does not support layout Jagged ... does
     model(**inputs(2)) go well by itself?" It does: planning had looked at the tensor."""
-    (region,) = trace_model(built(Jagged), inputs, square).regions
+    (region,) = traced(Jagged).regions
     assert region.method.startswith("inside")
-    assert unlike(built(Jagged)) == []
+    assert unlike(built(Jagged), traced=traced(Jagged)) == []

@@ -1,6 +1,7 @@
 """Small models that do odd things, and what eager and their graphs make of three micro-batches."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -151,13 +152,22 @@ def eager(model, loss=square):
 
 def regions_of(kind):
     """The names of the calls of a model that run as they are."""
-    return [region.name for region in trace_model(built(kind), inputs, square).regions]
+    return [region.name for region in traced(kind).regions]
+
+
+@cache
+def traced(kind):
+    """The trace of a model of this kind, for tests that look at it and then run it (`unlike`)."""
+    return trace_model(built(kind), inputs, square)
 
 
 def unlike(model, loss=square, cuts=(), **options):
     """Names of what a model's graph computes otherwise than the model, to rounding.
 
     The loss may hold `model` itself, as it does where a user builds the model in a script.
+
+    Args:
+        options: of the trace; or, if there is one of such a model, `traced`.
     """
     return _unlike(model, loss, [cuts], options)
 
@@ -170,7 +180,7 @@ def unlike_whole_or_cut(model, loss=square, *, cuts, **options):
 def _unlike(model, loss, ways, options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        trace = trace_model(model, inputs, loss, **options)
+        trace = options.get("traced") or trace_model(model, inputs, loss, **options)
         own = copy.deepcopy(plain(model))  # before eager has changed its buffers
         drawn, batch = torch.get_rng_state(), inputs(ROWS * MICRO_BATCHES)
         found = []

@@ -17,6 +17,7 @@ from tests.support.odd_models import (
     built,
     inputs,
     square,
+    traced,
     unlike,
     unlike_whole_or_cut,
 )
@@ -67,8 +68,8 @@ class HooksAround(Net):
 def test_a_copy_of_a_model_has_hooks_of_its_own():
     """Bug: a hook called the adapter of the model that was copied, under no name of the copy's: a
     rank that was given the model refused the plan of the function that builds it."""
-    assert unlike(built(HooksAround)) == []
-    names = [node.name for node in trace_model(built(HooksAround), inputs, square).graph.nodes]
+    assert unlike(built(HooksAround), traced=traced(HooksAround)) == []
+    names = [node.name for node in traced(HooksAround).graph.nodes]
     assert "adapter/linear/0" in names
 
 
@@ -209,9 +210,9 @@ class HookBehind(Net):
 
 def test_a_hook_on_what_made_a_tensor_runs_as_it_is():
     """Bug: it was dropped; only a model small enough to be compared with its graph was refused."""
-    (region,) = trace_model(built(HookBehind), inputs, square).regions
+    (region,) = traced(HookBehind).regions
     assert region.method == "inside" and "forward reads .grad_fn" in region.why
-    assert unlike_whole_or_cut(built(HookBehind), cuts=["relu/1"]) == []
+    assert unlike_whole_or_cut(built(HookBehind), traced=traced(HookBehind), cuts=["relu/1"]) == []
 
 
 class Weights(nn.Module):

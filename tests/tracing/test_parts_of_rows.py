@@ -10,7 +10,7 @@ from autopipe.util import dims
 from autopipe.util.dims import number_at
 from tests.support.inprocess import machine
 from tests.support.long import chosen
-from tests.support.odd_models import Net, built, inputs, planned, square, unlike
+from tests.support.odd_models import Net, built, inputs, planned, square, traced, unlike
 from tests.support.staged import trace_model
 
 
@@ -147,9 +147,9 @@ class OneNormForAll(nn.Module):
 
 def test_calls_around_a_line_are_found_beside_a_module_in_two_places():
     """Bug: refused, for no call of a module was seen around the line that fixes the rows."""
-    first, second = trace_model(built(OneNormForAll), inputs, square).regions
+    first, second = traced(OneNormForAll).regions
     assert (first.name, second.name) == ("layers.0", "layers.1")
-    assert unlike(built(OneNormForAll), cuts=(1,)) == []
+    assert unlike(built(OneNormForAll), traced=traced(OneNormForAll), cuts=(1,)) == []
 
 
 class EveryThird(nn.Module):
@@ -167,13 +167,13 @@ class EveryThird(nn.Module):
 
 def test_a_size_may_be_a_share_of_the_rows_that_is_rounded():
     """Bug: a NameError, for no formula could be compiled that has torch's own `//`."""
-    graph = trace_model(built(EveryThird), inputs, square).graph
+    graph = traced(EveryThird).graph
     sizes = {dim for n in graph.nodes for spec in n.outputs if spec for dim in spec.shape}
     (third,) = {size for size in sizes if str(size).startswith("floor")}
     assert [at_batch(third, rows) for rows in (1, 2, 3, 5)] == [3, 6, 8, 14]
     assert dims.parse(str(third)) == third
     assert planned(built(EveryThird)).batch.rows == 8
-    assert unlike(built(EveryThird), cuts=(7,)) == []
+    assert unlike(built(EveryThird), traced=traced(EveryThird), cuts=(7,)) == []
 
 
 NUMBERS = {

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from autopipe.errors import CaptureError, ModelError
 from autopipe.tracing.source import bare
 from tests.support.long import chosen
-from tests.support.odd_models import Net, built, inputs, planned, refusal, square, unlike
+from tests.support.odd_models import Net, built, inputs, planned, refusal, square, traced, unlike
 from tests.support.staged import trace_model
 
 
@@ -87,8 +87,8 @@ class SortsByNumpy(Net):
 @pytest.mark.parametrize("kind", chosen([WritesAt, SortsByNumpy], now=(SortsByNumpy,)))
 def test_what_no_trace_can_have_runs_as_it_is(kind):
     """Each was refused, by what an earlier look had found or by what autopipe asks itself."""
-    assert len(trace_model(built(kind), inputs, square).regions) == 1
-    assert unlike(built(kind)) == []
+    assert len(traced(kind).regions) == 1
+    assert unlike(built(kind), traced=traced(kind)) == []
 
 
 def test_a_backward_hook_on_all_modules_is_called_so():
@@ -180,10 +180,8 @@ class Linearised(Net):
 @pytest.mark.long
 def test_a_layer_that_is_called_with_other_parameters_runs_as_it_is():
     """Bug: "the model raises KeyError: 140526282273600"."""
-    assert [region.method for region in trace_model(built(Linearised), inputs, square).regions] == [
-        "inside_lines_4_to_4"
-    ]
-    assert unlike(built(Linearised)) == []
+    assert [region.method for region in traced(Linearised).regions] == ["inside_lines_4_to_4"]
+    assert unlike(built(Linearised), traced=traced(Linearised)) == []
 
 
 class InLowPrecision(Net):

@@ -17,6 +17,7 @@ from tests.support.odd_models import (
     built,
     inputs,
     square,
+    traced,
     unlike,
     unlike_whole_or_cut,
 )
@@ -190,8 +191,8 @@ def test_norms_that_are_others_the_second_time_are_refused(kind):
 )
 def test_a_weight_that_forward_masks_or_limits_is_so_for_its_readers(kind, how):
     """Bug: all but clamping by numbers was refused, with a hint that says to clamp."""
-    assert unlike_whole_or_cut(built(kind), cuts=["relu/1"]) == []
-    op, rest = trace_model(built(kind), inputs, square).graph.states["middle.weight"].projection
+    assert unlike_whole_or_cut(built(kind), traced=traced(kind), cuts=["relu/1"]) == []
+    op, rest = traced(kind).graph.states["middle.weight"].projection
     assert (op.removeprefix("aten.").partition(".")[0], rest) == how
 
 
@@ -199,8 +200,8 @@ def test_a_weight_that_forward_masks_or_limits_is_so_for_its_readers(kind, how):
 @pytest.mark.parametrize("kind", [Clamped, ClampedData])
 def test_a_weight_that_forward_clamps_is_clamped_for_its_readers(kind):
     """It has its gradient; the runtime clamps the weight itself before the optimizer's step."""
-    assert unlike_whole_or_cut(built(kind), cuts=["relu/1"]) == []
-    graph = trace_model(built(kind), inputs, square).graph
+    assert unlike_whole_or_cut(built(kind), traced=traced(kind), cuts=["relu/1"]) == []
+    graph = traced(kind).graph
     assert graph.states["middle.weight"].projection == ("aten.clamp_.default", (-0.1, 0.1))
     lines = [str(node).partition(" -> ")[0] for node in graph.nodes]
     if kind is Clamped:
