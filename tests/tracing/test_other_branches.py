@@ -116,10 +116,9 @@ def border():
 def test_a_branch_that_changes_with_the_rows_runs_as_it_is(kind, monkeypatch):
     """Bug: the run ended with "Python read False from a tensor here when the model was traced"."""
     monkeypatch.setattr(BySign, "border", border())
-    assert len(trace_model(built(kind), inputs, square, others=others).regions) == (
-        2 if kind is Deep else 1
-    )
-    assert unlike_whole_or_cut(built(kind), others=others, cuts=["down/linear/0"]) == []
+    trace = trace_model(built(kind), inputs, square, others=others)
+    assert len(trace.regions) == (2 if kind is Deep else 1)
+    assert unlike_whole_or_cut(built(kind), traced=trace, cuts=["down/linear/0"]) == []
     assert planned(built(kind)).regions
 
 
@@ -135,9 +134,9 @@ def test_a_branch_that_changes_with_a_buffer_runs_as_it_is(kind, calls):
 
     Buffers that are assigned are written around their module: the call around it runs as it is.
     """
-    regions = trace_model(built(kind), inputs, square, others=others).regions
-    assert [f"{region.module}.{region.method}" for region in regions] == calls
-    assert unlike(built(kind), others=others) == []
+    trace = trace_model(built(kind), inputs, square, others=others)
+    assert [f"{region.module}.{region.method}" for region in trace.regions] == calls
+    assert unlike(built(kind), traced=trace) == []
 
 
 def test_a_branch_that_all_rows_take_is_traced():
@@ -192,10 +191,9 @@ def test_of_a_branch_of_the_whole_model_a_few_lines_run_as_they_are(kind, lines)
     pipeline could cut it."""
     rows = inputs(4)["x"]
     assert (rows[0, 0] > 0) != (rows[2, 0] > 0)
-    assert [r.name for r in trace_model(built(kind), inputs, square, others=others).regions] == [
-        lines
-    ]
-    assert unlike(built(kind), cuts=["relu/0"], others=others) == []
+    trace = trace_model(built(kind), inputs, square, others=others)
+    assert [region.name for region in trace.regions] == [lines]
+    assert unlike(built(kind), cuts=["relu/0"], traced=trace) == []
     assert planned(built(kind), pp=2).regions
 
 
@@ -220,7 +218,7 @@ def test_a_line_that_gives_no_rows_here_may_give_some_elsewhere():
     """Bug: `torch.where(...)` alone ran as it is, and what follows was planned for 0 rows."""
     found = trace_model(built(FewRowsOfThree), inputs, square, others=others)
     assert [region.name for region in found.regions] == ["inside()"]
-    assert unlike(built(FewRowsOfThree), cuts=["relu/0"], others=others) == []
+    assert unlike(built(FewRowsOfThree), cuts=["relu/0"], traced=found) == []
 
 
 class InOneLine(Net):
@@ -231,9 +229,9 @@ class InOneLine(Net):
 def test_a_model_of_one_line_runs_as_it_is():
     """No pipeline can cut it then, and each micro-batch takes its own branch."""
     model = built(InOneLine)
-    (region,) = trace_model(model, inputs, square, others=others).regions
-    assert region.name == "forward_lines_2_to_2()"
-    assert unlike(model, others=others) == []
+    trace = trace_model(model, inputs, square, others=others)
+    assert [region.name for region in trace.regions] == ["forward_lines_2_to_2()"]
+    assert unlike(model, traced=trace) == []
 
 
 class Deletes(Net):
@@ -252,7 +250,7 @@ def test_of_a_branch_that_no_lines_hold_the_first_is_planned():
     assert trace.regions == ()
     assert any("a micro-batch of such rows is refused in the run" in line for line in said)
     with pytest.raises(ModelError, match="in this micro-batch"):
-        unlike(built(Deletes), others=others)
+        unlike(built(Deletes), traced=trace)
 
 
 class Dropped(nn.Module):
