@@ -15,7 +15,7 @@ from tests.support.pipes import ZOO
 
 pytestmark = pytest.mark.usefixtures("traces_remembered")
 
-WIDTH, TOKENS, HEADS = 16, 64, 2
+WIDTH, TOKENS, HEADS, LAYERS = 16, 64, 2, 2
 
 
 class Attention(nn.Module):
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(Layer() for _ in range(4)))
+        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()
@@ -89,7 +89,7 @@ def test_attention_is_from_its_first_product_to_its_second(compiled: bool) -> No
     asked = {f"layers.0.attention/{op}" for op in ops}
     products = {"layers.0.attention/matmul/0", "layers.0.attention/dropout/0"}
     assert products <= first <= asked
-    assert [str(own) for own in repeated(made, made.stages)] == ["attention of 4 blocks"]
+    assert [str(own) for own in repeated(made, made.stages)] == [f"attention of {LAYERS} blocks"]
     usual = plan("none", compile=compiled)
     for mine, its in zip(made.stages, usual.stages, strict=True):
         assert mine.predicted.memory.activations < its.predicted.memory.activations
@@ -137,7 +137,7 @@ def test_words_and_blocks_go_together() -> None:
     made = plan(["layers.1", "attention"], compile=False)
     again = [name for stage in made.stages for name in stage.recompute]
     assert "layers.1" in again and not any(name.startswith("layers.1.") for name in again)
-    assert {name.split(".")[1] for name in again} == {"0", "1", "2", "3"}
+    assert {name.split(".")[1] for name in again} == {*map(str, range(LAYERS))}
 
 
 def test_a_node_is_meant_in_all_blocks_of_its_class() -> None:

@@ -53,7 +53,7 @@ class Residual(nn.Module):
 
 def deep():
     """So many equal blocks that one gathered is little of all."""
-    return nn.Sequential(*(Residual() for _ in range(32)))
+    return nn.Sequential(*(Residual() for _ in range(16)))
 
 
 @pytest.mark.sweep(of=2)

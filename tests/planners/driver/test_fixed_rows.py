@@ -148,7 +148,7 @@ LINES = {
 
 
 @pytest.mark.parametrize(
-    "kind", chosen(LINES, now=(Appended, Int, Slopes)), ids=lambda kind: kind.__name__
+    "kind", chosen(LINES, now=(Appended, Slopes)), ids=lambda kind: kind.__name__
 )
 def test_where_the_rows_are_not_known_the_lines_run_as_they_are(kind: type[Net]) -> None:
     """Bug: refused, where the same lines in a method of their own ran."""
