@@ -126,8 +126,13 @@ def built(kind):
 
 
 def planned(model, loss=square, said=None, **options):
-    """The plan for two devices; `said` gets the lines of progress."""
+    """The plan for two devices; `said` gets the lines of progress.
+
+    Of what a planner may choose there are stages and cuts alone, unless told otherwise: tests of
+    odd models look at what comes before.
+    """
     say = (said if said is not None else []).append
+    options = {"dp": 1, "tp": 1, "micro_batches": 4, **options}
     return autopipe.plan(
         model, inputs, loss=loss, cluster=machine(2), batch_size=8, say=say, **options
     )
@@ -157,7 +162,10 @@ def regions_of(kind):
 
 @cache
 def traced(kind):
-    """The trace of a model of this kind, for tests that look at it and then run it (`unlike`)."""
+    """The trace of a model of this kind, for tests that look at it and then run it (`unlike`).
+
+    Of no model that writes a plain tensor in place: that is in the graph, and a run changes it.
+    """
     return trace_model(built(kind), inputs, square)
 
 

@@ -3,19 +3,10 @@
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from autopipe.util.gc_pause import loading, resting
-
-
-@pytest.fixture(autouse=True, scope="module")
-def nothing_frozen() -> Iterator[None]:
-    """As in a process that does not run tests (`tests.support.garbage`)."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
+from autopipe.util.gc_pause import resting
 
 
 def test_it_rests_inside_and_searches_outside() -> None:
@@ -49,26 +40,37 @@ def test_it_rests_for_as_long_as_a_function_runs() -> None:
     assert gc.isenabled()
 
 
-def test_what_is_loaded_is_old_and_nothing_is_frozen() -> None:
-    with loading():
-        made = [[number] for number in range(1000)]
-    assert gc.get_freeze_count() == 0 and gc.isenabled()
-    old = {id(one) for one in gc.get_objects(generation=2)}
-    assert all(id(one) in old for one in made)
+ALONE = """
+import gc
+from autopipe.util.gc_pause import loading
+
+with loading():
+    made = [[number] for number in range(1000)]
+assert gc.get_freeze_count() == 0 and gc.isenabled()
+old = {id(one) for one in gc.get_objects(generation=2)}
+assert all(id(one) in old for one in made)
+"""
+
+BESIDE = """
+import gc
+from autopipe.util.gc_pause import loading
+
+mine = [[number] for number in range(1000)]
+gc.freeze()
+with loading():
+    pass
+searched = {id(one) for one in gc.get_objects()}
+assert not any(id(one) in searched for one in mine), "somebody else has frozen them"
+gc.unfreeze()
+searched = {id(one) for one in gc.get_objects()}
+assert all(id(one) in searched for one in mine)
+"""
 
 
-def test_what_somebody_else_has_frozen_stays_so() -> None:
-    mine = [[number] for number in range(1000)]
-    gc.freeze()
-    try:
-        with loading():
-            pass
-        searched = {id(one) for one in gc.get_objects()}
-        assert not any(id(one) in searched for one in mine)
-    finally:
-        gc.unfreeze()
-    searched = {id(one) for one in gc.get_objects()}
-    assert all(id(one) in searched for one in mine)
+@pytest.mark.parametrize("script", [ALONE, BESIDE], ids=["nothing frozen", "some frozen"])
+def test_what_is_loaded_is_old_and_what_is_frozen_stays_so(script: str) -> None:
+    """In a process that holds nothing else: to list all objects of one of tests takes seconds."""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 LOADED = "sys.modules['triton'] = gc"
