@@ -4,6 +4,7 @@ them in the order of its dims."""
 import pytest
 import torch
 
+from tests.support.long import sampled
 from tests.support.odd_models import Net, built, inputs, refusal, square, unlike
 from tests.support.staged import trace_model
 
@@ -58,15 +59,15 @@ def test_a_stage_gets_the_elements_in_the_order_of_the_dims(kind, cut):
 
 
 def test_what_lies_beside_a_tensor_is_refused():
-    assert ".py:" in refusal(built(OfAPart))
     kinds = {
         OfAPart: "as_strided",
         TooFar: "as_strided",
         InPlace: "as_strided_",
         Scattered: "as_strided_scatter",
     }
-    for kind, op in kinds.items():
-        assert f": {op}() reads or writes memory beside the tensor" in refusal(built(kind))
+    for kind, op in sampled([*kinds.items()], of=2):
+        said = refusal(built(kind))
+        assert f": {op}() reads or writes memory beside the tensor" in said and ".py:" in said
 
 
 def test_nothing_is_copied_where_it_lies_as_it_did():

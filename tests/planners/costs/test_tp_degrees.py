@@ -139,10 +139,11 @@ def test_a_degree_that_leaves_every_attention_whole_is_refused() -> None:
         model = Heads(*heads, folded=folded)
         return trace_model(model, lambda rows: {"x": torch.ones(rows, 3, 8)}).graph
 
-    check_degree(graph(1, 2, 4), 2)
+    three = graph(1, 2, 4)
+    check_degree(three, 2)
     check_degree(graph(4, folded=True), 2)
     with pytest.raises(InfeasibleError, match="the 1 heads of scaled_dot_product_attention/0 do"):
-        check_degree(graph(1, 2, 4), 3)
+        check_degree(three, 3)
 
 
 def test_blocks_stand_where_they_stood() -> None:
