@@ -19,7 +19,6 @@ from tests.support.shell import (
     Shell,
     end,
     free_port,
-    python,
     rank,
     ranks,
     save_plans,
@@ -97,7 +96,7 @@ def test_a_model_that_has_moved(autopipe: Shell) -> None:
     check_run(autopipe("run", "plan.json", "--model", "moved.py", "--steps", "2"), stages=1)
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("count", [0, pytest.param(1, marks=pytest.mark.long), 3])
 def test_batches_that_end_by_themselves(count: int, autopipe: Shell) -> None:
     autopipe.write(
         "net.py",
@@ -262,8 +261,8 @@ def test_a_schedule_of_ones_own_from_a_file_to_a_trace(autopipe: Shell) -> None:
     said = autopipe("explain", "plan.json")
     assert said.code == 0 and "\nschedule   written; a step's 8 rows" in said.out
 
-    arguments = ("run", "plan.json", "--local", "2", "--trace", "run.json")
-    said = python(*arguments, folder=autopipe.folder)
+    arguments = ("-m", "autopipe", "run", "plan.json", "--trace", "run.json")
+    said = ranks(2, *arguments, folder=autopipe.folder)
     check_run(said, stages=2)
     assert "\nrun.json: open it at https://ui.perfetto.dev\n" in said.err
     assert re.search(r"transfers +bubble *\n", said.out)

@@ -10,5 +10,5 @@ def rarely() -> None:
     them again and again takes a tenth of the time of all tests. What is there now, modules and
     tests, stays until the process ends.
     """
-    gc.set_threshold(200_000, 50, 1000)
+    gc.set_threshold(1_000_000, 1000, 1000)
     gc.freeze()

@@ -2,6 +2,7 @@
 
     with findings_remembered(): ...      autopipe.plan(...), as often as one likes
     with traces_remembered(): ...        the same, and a model that a function builds is traced once
+    with file_remembered(path): ...      the same of a model file, wherever a file of this text lies
 
 To plan, autopipe observes which tensors autograd keeps, and rehearses stages. Both run the model on
 fake tensors, which takes most of the time after tracing. Both results (findings) depend only on the
@@ -17,6 +18,8 @@ import hashlib
 import pickle
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -44,6 +47,7 @@ _TEXTS: dict[int, tuple[Graph, str]] = {}
 _TRACES: dict[Hashable, Trace] = {}
 _SKELETONS: dict[Source, nn.Module] = {}
 _CHECKED: dict[Hashable, tuple[Any, list[str]]] = {}
+_OF_FILES: dict[str, tuple[Trace, list[str]]] = {}
 
 
 @contextmanager
@@ -182,3 +186,42 @@ def _text_of_request(asked: str | PlanRequest) -> str:
         return asked
     limits, gpus = asked.constraints, arguments.on_gpus(asked.cluster)
     return f"{asked.precision} {asked.loss_over} {gpus} {limits.dp} {limits.micro_batches}"
+
+
+@contextmanager
+def file_remembered(path: Path) -> Iterator[None]:
+    """Remember findings, and trace the model of a file once for all files of the same text.
+
+    That of a model which reads no value, keeps nothing for its next call, and has no call that
+    runs as it is. Only the lines of its nodes say where the file lies.
+    """
+    text, folder = path.read_text(), str(path.parent)
+
+    def traced(model: Source, example: Any, specs: Any, loss: Any, **how: Any) -> Trace:
+        say, said = how.pop("say", None), list[str]()
+        own = {name: value for name, value in how.items() if name not in ("skeleton", "others")}
+        name = name_of("file", text, loss is None, specs, sorted(own.items()))
+        if name in _OF_FILES:
+            elsewhere, said = _OF_FILES[name]
+            found = _moved(elsewhere, _FOLDER, folder)
+        else:
+            found = trace_source(model, example, specs, loss, **how, say=said.append)
+            elsewhere = _moved(found, folder, _FOLDER)
+            plain = not found.reads and not found.regions and not found.unsteady
+            if plain and folder not in f"{elsewhere} {said}":
+                _OF_FILES[name] = elsewhere, said
+        for line in said if say else ():
+            say(line)
+        return found
+
+    with findings_remembered(), patch.object(make_plan, "trace_source", traced):
+        yield
+
+
+_FOLDER = "<folder>"
+
+
+def _moved(trace: Trace, old: str, new: str) -> Trace:
+    """The trace of a file that has been moved from one folder to another."""
+    nodes = tuple(replace(n, place=n.place.replace(old, new)) for n in trace.graph.nodes)
+    return replace(trace, graph=replace(trace.graph, nodes=nodes))
