@@ -20,6 +20,7 @@ from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
 from autopipe.runtime.feed import Feed
 from tests.support.inprocess import machine
+from tests.support.pipes import traced_once
 from tests.support.shell import NET, ranks, save_plans
 
 Load = Callable[[str], tuple[Pipe, ModelFile]]
@@ -34,14 +35,15 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: list[Plan]) -> L
     def make(more: str) -> tuple[Pipe, ModelFile]:
         Path("net.py").write_text(NET + more)
         file = model_file.load("net.py")
-        if not made:
-            made.append(
-                autopipe.plan(
-                    file.model, file.inputs, loss=file.loss, cluster=machine(1), batch_size=4,
-                    micro_batches=2,
-                )
-            )  # fmt: skip
-        return autopipe.parallelize(file.model, made[0], loss=file.loss), file
+        with traced_once("net.py in four rows"):
+            if not made:
+                made.append(
+                    autopipe.plan(
+                        file.model, file.inputs, loss=file.loss, cluster=machine(1), batch_size=4,
+                        micro_batches=2,
+                    )
+                )  # fmt: skip
+            return autopipe.parallelize(file.model, made[0], loss=file.loss), file
 
     return make
 

@@ -24,6 +24,7 @@ from autopipe.runtime.keeping import Keeping
 from autopipe.runtime.telemetry.destinations import Destinations
 from autopipe.runtime.train import WARM_UP, Measured, train
 from tests.support.inprocess import machine
+from tests.support.pipes import traced_once
 
 MODEL = """\
 import torch
@@ -53,12 +54,13 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, Plan])
     def make(more: str = "", **asked: Any) -> tuple[Pipe, ModelFile]:
         (tmp_path / "net.py").write_text(MODEL + more)
         file = model_file.load(str(tmp_path / "net.py"))
-        if str(asked) not in made:
-            made[str(asked)] = autopipe.plan(
-                file.model, file.inputs, loss=file.loss, cluster=machine(1), batch_size=8,
-                micro_batches=2, **asked,
-            )  # fmt: skip
-        return autopipe.parallelize(file.model, made[str(asked)], loss=file.loss), file
+        with traced_once("a net that is trained"):
+            if str(asked) not in made:
+                made[str(asked)] = autopipe.plan(
+                    file.model, file.inputs, loss=file.loss, cluster=machine(1), batch_size=8,
+                    micro_batches=2, **asked,
+                )  # fmt: skip
+            return autopipe.parallelize(file.model, made[str(asked)], loss=file.loss), file
 
     return make
 

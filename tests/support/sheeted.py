@@ -12,6 +12,7 @@ from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
 from autopipe.planners.driver.make_plan import plan
 from autopipe.planners.formulas.sheets import Sheets, sheets
+from tests.support.remembered import traces_remembered
 
 TOKENS, VOCABULARY, WIDTH = 16, 32, 32
 
@@ -73,7 +74,8 @@ FIXED: dict[str, Any] = {
 
 def planned(tokens: int = TOKENS, **options: Any) -> Plan:
     """A plan of the model for rows of so many tokens."""
-    return plan(Language, Text(tokens), **({"cluster": CLUSTER, **FIXED} | options))
+    with traces_remembered():
+        return plan(Language, Text(tokens), **({"cluster": CLUSTER, **FIXED} | options))
 
 
 @dataclass(frozen=True)

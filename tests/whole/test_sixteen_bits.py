@@ -135,7 +135,7 @@ def test_a_step_that_bf16_does_not_resolve_is_made() -> None:
 
 def test_a_plan_says_what_it_is_in() -> None:
     """bf16 on GPUs that have it; a model of 16 bits, other GPUs and CPUs are left as they are."""
-    case = ZOO["gpt"]
+    case = ZOO["frozen"]
 
     def precision(cluster: object, model: Any = case.model) -> str:
         mesh: Any = {"pp": 2, "dp": 1, "tp": 1, "micro_batches": 4, "compile": False}

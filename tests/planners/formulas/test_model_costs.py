@@ -2,6 +2,7 @@
 
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,11 +19,14 @@ from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import BATCH, SEQUENCE, Graph
 from autopipe.ir.repeats import shorten
 from autopipe.planners.costs.tp_degrees import as_first, as_one_rank, exchanges
+from autopipe.planners.formulas import model_costs
 from autopipe.planners.formulas.model_costs import Amounts, Formulas, cost_formulas
 from autopipe.planners.saved.observe import observe_saved
 from autopipe.tracing.low_precision import kept
+from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths
 from tests.support.models import LENGTH, VOCABULARY, WIDTH
 from tests.support.staged import traced_at
+from tests.support.traces import kept as remembered
 from tests.support.zoo import ZOO
 
 CLUSTER = "2xA100-80GB"
@@ -32,7 +36,14 @@ b, s, h, v = BATCH, SEQUENCE, WIDTH, VOCABULARY
 @cache
 def _formulas(name: str, options: tuple[tuple[str, Any], ...]) -> Formulas:
     case = ZOO[name]
-    return cost_formulas(case.model(), case.inputs, loss=case.loss, **dict(options))
+
+    def once(model: Any, example: Any, specs: Any, loss: Any, dtypes: Any) -> Lengths:
+        """The model traced once, whatever is asked of its costs."""
+        asked = f"{name} at all lengths, {dtypes}"
+        return remembered(asked, lambda: trace_lengths(model, example, specs, loss, dtypes))
+
+    with patch.object(model_costs, "trace_lengths", once):
+        return cost_formulas(case.model(), case.inputs, loss=case.loss, **dict(options))
 
 
 def formulas(name: str, **options: Any) -> Formulas:

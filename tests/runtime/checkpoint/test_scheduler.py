@@ -130,6 +130,7 @@ def saved(ranks: Sequence[Rank], folder: Path, *, alone: bool = False) -> Stored
     return Stored.open(folder)
 
 
+@pytest.mark.sweep(of=7)
 @pytest.mark.parametrize("target", PLANS)
 @pytest.mark.parametrize("source", PLANS)
 @pytest.mark.parametrize("name", SCHEDULES)
