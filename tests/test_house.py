@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.house import FILES, MAY_IMPORT, ROOT, imports, module_of, room
+from tests.support.house import FILES, MAY_IMPORT, ROOT, imports, module_of, room, tree
 
 TABLES = {"cluster.datasheets"}
 """Data of a page per device, which a split would only hide."""
 
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
@@ -45,9 +44,9 @@ def test_no_room_stands_outside_of_the_table() -> None:
     assert rooms - {""} == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("name", sorted(set(FILES) - TABLES))
-def test_a_file_fits_on_few_screens(name: str) -> None:
-    assert len(FILES[name].read_text().splitlines()) <= 350
+def test_a_file_fits_on_few_screens() -> None:
+    lines = {name: len(FILES[name].read_text().splitlines()) for name in set(FILES) - TABLES}
+    assert {name: count for name, count in lines.items() if count > 350} == {}
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -59,15 +58,15 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
                 yield node.name, (body[-1].end_lineno or 0) - body[0].lineno + 1
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_function_fits_on_a_screen(name: str) -> None:
-    assert [(f, lines) for f, lines in functions(TREES[name]) if lines > 60] == []
+def test_a_function_fits_on_a_screen() -> None:
+    long = [(name, f, lines) for name in FILES for f, lines in functions(tree(name)) if lines > 60]
+    assert long == []
 
 
 def test_a_class_name_means_one_thing() -> None:
     rooms: dict[str, set[str]] = defaultdict(set)
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
+    for name in FILES:
+        for node in ast.walk(tree(name)):
             if isinstance(node, ast.ClassDef):
                 rooms[node.name].add(room(name))
     assert {c: sorted(found) for c, found in rooms.items() if len(found) > 1} == {}
@@ -76,9 +75,9 @@ def test_a_class_name_means_one_thing() -> None:
 def test_imports_have_no_circle() -> None:
     """Imports for types count: a reader follows them too."""
     uses = {
-        name: {module_of(what) for _, what in imports(tree) if what.startswith("autopipe")}
+        name: {module_of(what) for _, what in imports(tree(name)) if what.startswith("autopipe")}
         - {None, name, "__init__"}
-        for name, tree in TREES.items()
+        for name in FILES
     }
     try:
         TopologicalSorter(uses).prepare()
@@ -92,14 +91,21 @@ def test_nothing_of_the_package_is_called_plan() -> None:
     assert "plan" not in words
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_a_test_stands_on_helpers_and_public_names(path: Path) -> None:
+def wrongly_imported(path: Path) -> Iterator[str]:
+    """What a test imports and may not, by its line."""
     for line, name in imports(ast.parse(path.read_text())):
-        parts = name.split(".")
-        assert (
-            parts[0] != "tests"
-            or path.name == "test_house.py"
-            or not any(part.startswith("test_") for part in parts[:-1])
-        ), f"line {line}: {name}: a test imports a test"
+        parts, here = name.split("."), f"{path.relative_to(ROOT)}:{line}"
+        if (
+            parts[0] == "tests"
+            and path.name != "test_house.py"
+            and any(part.startswith("test_") for part in parts[:-1])
+        ):
+            yield f"{here}: {name}: a test imports a test"
         private = [p for p in parts if p.startswith("_") and not p.startswith("__")]
-        assert parts[0] != "autopipe" or not private, f"line {line}: {name} is private"
+        if parts[0] == "autopipe" and private:
+            yield f"{here}: {name} is private"
+
+
+def test_a_test_stands_on_helpers_and_public_names() -> None:
+    assert len(TESTS) > 400
+    assert [said for path in TESTS for said in wrongly_imported(path)] == []

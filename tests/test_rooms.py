@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import autopipe
-from tests.support.house import DOORS, FILES, MAY_IMPORT, ROOT, forbidden, imports
+from tests.support.house import DOORS, FILES, MAY_IMPORT, ROOT, forbidden, imports, tree
 
 TORCH_ATTRIBUTES = {
     name
@@ -27,9 +27,9 @@ TORCH_ATTRIBUTES = {
 """Private attributes of what torch makes, as `_schema` of an op or `_version` of a tensor."""
 
 
-def private_attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def private_attributes(parsed: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and name of torch's private attributes that are read of anything but `self`."""
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed):
         if isinstance(node, ast.Attribute) and node.attr in TORCH_ATTRIBUTES:
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
                 yield node.lineno, ast.unparse(node)
@@ -46,16 +46,19 @@ def test_the_table_runs_downhill() -> None:
     assert uphill == set()
 
 
-@pytest.mark.parametrize("module", [name for name in FILES if name not in DOORS])
-def test_imports_run_downhill(module: str) -> None:
-    found = list(imports(ast.parse(FILES[module].read_text())))
-    broken = [(line, name, forbidden(module, name)) for line, name in found]
-    assert [f"line {line}: {name}: {why}" for line, name, why in broken if why] == []
+def test_imports_run_downhill() -> None:
+    assert [
+        f"{module}, line {line}: {name}: {why}"
+        for module in FILES
+        if module not in DOORS
+        for line, name in imports(tree(module))
+        if (why := forbidden(module, name))
+    ] == []
 
 
-@pytest.mark.parametrize("module", [name for name in FILES if name != "ir.torch_private"])
-def test_torchs_private_attributes_stand_in_one_file(module: str) -> None:
-    assert list(private_attributes(ast.parse(FILES[module].read_text()))) == []
+def test_torchs_private_attributes_stand_in_one_file() -> None:
+    found = {module for module in FILES if list(private_attributes(tree(module)))}
+    assert found == {"ir.torch_private"}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,7 @@ def listed(room: str) -> Iterator[tuple[str, str | None]]:
 
     `.name` is of the module before it; what has no dot is a module.
     """
-    said = ast.get_docstring(ast.parse(FILES[f"{room}.__init__"].read_text())) or ""
+    said = ast.get_docstring(tree(f"{room}.__init__")) or ""
     module = ""
     for text in re.findall(r"Other rooms use: (.*?)\.(?:\s|$)", said, flags=re.S):
         for word in re.findall(r"`([^`]+)`", text):
@@ -152,7 +155,7 @@ def listed(room: str) -> Iterator[tuple[str, str | None]]:
 def defined(module: str) -> set[str]:
     """The names that a module itself defines, not those that it imports."""
     names = set()
-    for node in ast.parse(FILES[module].read_text()).body:
+    for node in tree(module).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):

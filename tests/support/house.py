@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -93,19 +94,26 @@ def room(module: str) -> str:
     return module.rpartition(".")[0]
 
 
-def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+@cache
+def tree(module: str) -> ast.Module:
+    """A module of the house, parsed once a process."""
+    return ast.parse(FILES[module].read_text())
+
+
+def imports(parsed: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and dotted name of all that is imported, and of private names reached through `torch`.
 
     Ops are public, whatever they are called: `torch.ops.aten._ctc_loss`.
     """
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             prefix = "." * node.level + (node.module or "")
             yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Attribute) and _PRIVATE.match(ast.unparse(node)):
-            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            if _PRIVATE.match(name := ast.unparse(node)):
+                yield node.lineno, name
 
 
 def module_of(name: str) -> str | None:
