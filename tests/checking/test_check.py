@@ -114,6 +114,7 @@ def test_a_step_of_fp16_that_overflows_is_passed_over_on_both_sides(autopipe: Sh
     assert [(row["equal"], row["off"]) for row in norms] == [(2, 0.0), (2, 0.0)]
 
 
+@pytest.mark.long
 def test_a_model_in_fp64_is_the_same(autopipe: Shell) -> None:
     """Bug: ranks without the last stage are told a loss in fp32, and it was said to differ."""
     doubles = LAYERS.replace("return Net()", "return Net().double()")
@@ -124,6 +125,7 @@ def test_a_model_in_fp64_is_the_same(autopipe: Shell) -> None:
     assert [(row["off"], row["allowed"]) for row in gradients] == [(0.0, 0.0)] * 2
 
 
+@pytest.mark.long
 def test_statistics_that_are_a_mean_over_all_batches(autopipe: Shell) -> None:
     """Bug: the last place of a running variance was said to differ; torch divides otherwise."""
     averaged = LAYERS.replace("(Layer() for _ in range(4)))", "(Layer(), Layer()), norm())")
@@ -453,6 +455,7 @@ def test_ranks_that_do_not_run(
     assert last == f"differs: the split model does not run (exit code {of_ranks})"
 
 
+@pytest.mark.long
 def test_norms_that_are_set_in_each_micro_batch_are_set_once(autopipe: Shell) -> None:
     """Bug: EEGNet's were told to differ, by the last bit that setting them again changes."""
     norms = "self.up.weight.data = torch.renorm(self.up.weight.data, 2, 0, 0.3)\n        "

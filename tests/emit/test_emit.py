@@ -37,7 +37,7 @@ from autopipe.stages.bind import split_as_planned
 from tests.support import inprocess, zoo
 from tests.support.inprocess import Cut, Unsummed
 from tests.support.long import chosen
-from tests.support.pipes import planned
+from tests.support.pipes import planned, traced_once
 from tests.support.shell import NET, TORCHRUN, Said, Shell, end, free_port, ranks, start
 from tests.support.zoo import ZOO
 
@@ -53,7 +53,8 @@ class Case:
 
     def emit(self, folder: Path, **options: Any) -> Path:
         zoo = ZOO[self.name]
-        emit(zoo.model(), self.plan, folder, loss=zoo.loss, source="net.py", **options)
+        with traced_once(self.name):
+            emit(zoo.model(), self.plan, folder, loss=zoo.loss, source="net.py", **options)
         return folder
 
     def run(self, folder: Path | None = None) -> dict[str, Tensor]:
