@@ -100,7 +100,7 @@ def results(model: onnx.ModelProto, inputs: list[Array], folder: Path) -> list[T
     return [*made.values()] if isinstance(made, dict) else [made]
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=5)
 @pytest.mark.parametrize("op", TRIED)
 def test_an_op_gives_what_onnx_says_or_is_refused(op: str, tmp_path: Path) -> None:
     right = 0

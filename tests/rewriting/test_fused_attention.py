@@ -17,6 +17,7 @@ from autopipe.rewriting.attentions import attentions
 from autopipe.rewriting.fused_attention import ATTENTION, fused
 from autopipe.tracing.trace import Trace
 from tests.support.inprocess import machine
+from tests.support.long import LONG
 from tests.support.staged import Step, staged_step, trace_model
 
 HEADS, LENGTH, SIZE = 4, 6, 8
@@ -143,7 +144,7 @@ def grouped(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 WRITTEN = [plain, nanogpt, lowest, gpt2, other_way_round, added, bmm, annotated, multihead, grouped]
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=5)
 @pytest.mark.parametrize("attend", WRITTEN, ids=lambda attend: attend.__name__)
 def test_becomes_one_op_and_computes_the_same(attend: Attend) -> None:
     """Loss and gradients are the model's own to rounding, and no [s, s] of heads is left."""
@@ -213,8 +214,11 @@ def test_groups_of_heads_read_their_keys_unrepeated_in_16_bits() -> None:
         k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=~m.later)
 
-    assert groups(grouped, torch.bfloat16) == groups(by_the_op, torch.bfloat16) == [True]
-    assert groups(grouped, torch.float32) == groups(masked, torch.bfloat16) == [False]
+    assert groups(grouped, torch.bfloat16) == [True]
+    assert groups(masked, torch.bfloat16) == [False]
+    if LONG:
+        assert groups(by_the_op, torch.bfloat16) == [True]
+        assert groups(grouped, torch.float32) == [False]
 
 
 # What has to stay
@@ -281,7 +285,7 @@ STAYS = [read_twice, learnt_bias, not_so_low, two_masks, scaled_after, over_quer
 STAYS += [capped, keys_as_they_are, values_first, routed, lowest_added, alibi]
 
 
-@pytest.mark.sweep(of=3)
+@pytest.mark.sweep(of=5)
 @pytest.mark.parametrize("attend", STAYS, ids=lambda attend: attend.__name__)
 def test_stays_as_it_is(attend: Attend) -> None:
     _, trace = traced(attend)

@@ -14,6 +14,7 @@ from autopipe.ir.torch_private import fake_mode
 from autopipe.rewriting.for_gpus import for_gpus
 from autopipe.rewriting.gpu_kernels import kernel_of
 from tests.support.inprocess import machine
+from tests.support.remembered import traces_remembered
 
 aten = torch.ops.aten
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -104,17 +105,22 @@ class Net(nn.Module):
 
 def test_a_plan_counts_what_its_devices_keep() -> None:
     """4 x 64 tokens of 128 channels in fp32; compiled stages keep less on both."""
+    batch = {"x": torch.randn(4, 64, 128)}
+
+    def loss_of(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return outputs.square().mean()
 
     def planned(cluster: Any, compile: bool) -> int:
-        found = autopipe.plan(
-            Net(),
-            {"x": torch.randn(4, 64, 128)},
-            loss=lambda outputs, batch: outputs.square().mean(),
-            cluster=cluster,
-            precision="fp32",
-            compile=compile,
-            micro_batches=1,
-        )
+        with traces_remembered():
+            found = autopipe.plan(
+                Net,
+                batch,
+                loss=loss_of,
+                cluster=cluster,
+                precision="fp32",
+                compile=compile,
+                micro_batches=1,
+            )
         return found.stages[0].predicted.memory.activations
 
     tensor, a_row = 4 * 64 * 128 * 4, 4 * 64 * 4  # bytes

@@ -6,7 +6,8 @@
 
 To plan, autopipe observes which tensors autograd keeps, and rehearses stages. Both run the model on
 fake tensors, which takes most of the time after tracing. Both results (findings) depend only on the
-graph and the other arguments of the call, so a later call with equal ones gets the earlier result.
+graph, the other arguments of the call, and on whether it is for GPUs (`for_gpus`), so a later call
+with equal ones gets the earlier result.
 
 All processes of a run of the tests share findings; each process has its own traces.
 
@@ -35,6 +36,7 @@ from autopipe.planners.driver import against_eager, arguments, make_plan
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.planners.saved import saved_tensors
 from autopipe.planners.saved.observe import Levels, Seen, eager_levels, observe_saved
+from autopipe.rewriting.for_gpus import of_gpus
 from autopipe.rows import loss_grouping, row_mixing
 from autopipe.stages.dry_run import Known, Rehearsal
 from autopipe.tracing.source import Source, bare, trace_source
@@ -42,7 +44,9 @@ from autopipe.tracing.trace import Trace
 from tests.support.traces import kept
 from tests.support.zoo import ZOO
 
-_LEARNT: dict[int, tuple[Graph, Known]] = {}  # the graph is kept, so that its id stays its own
+_LEARNT: dict[tuple[int, bool], tuple[Graph, Known]] = {}
+"""By graph, and whether for GPUs; the graph is kept, so that its id stays its own."""
+
 _TEXTS: dict[int, tuple[Graph, str]] = {}
 _TRACES: dict[Hashable, Trace] = {}
 _SKELETONS: dict[Source, nn.Module] = {}
@@ -58,21 +62,21 @@ def findings_remembered() -> Iterator[None]:
     """
 
     def rehearsed(flow: Dataflow, *args: Any, **kwargs: Any) -> Rehearsal:
-        _, known = _LEARNT.setdefault(id(flow.graph), (flow.graph, {}))
+        _, known = _LEARNT.setdefault((id(flow.graph), of_gpus()), (flow.graph, {}))
         how = {name: value for name, value in kwargs.items() if name != "known"}
         return kept(
-            name_of("rehearsed", flow.graph, args, how),
+            name_of("rehearsed", of_gpus(), flow.graph, args, how),
             lambda: rehearse_deep(flow, *args, **how, known=known),
         )
 
     def observed(short: Short, precision: str, rows: int, **how: Any) -> Seen:
         return kept(
-            name_of("observed", short, precision, rows, how),
+            name_of("observed", of_gpus(), short, precision, rows, how),
             lambda: observe_saved(short, precision, rows, **how),
         )
 
     def levels(*how: Any) -> Levels:
-        return kept(name_of("levels", *how), lambda: eager_levels(*how))
+        return kept(name_of("levels", of_gpus(), *how), lambda: eager_levels(*how))
 
     with (
         patch.object(plan_memory, "rehearse_deep", rehearsed),
