@@ -63,6 +63,7 @@ def test_a_model_that_is_given_as_a_module(kind):
     assert unlike(built(kind)) == []
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_beside_what_runs_as_it_is(kind):
     """Bug: "reads parameters in this micro-batch that it has not read when it was planned"."""
