@@ -6,6 +6,7 @@ narrowed          a model with smaller widths
 initialiser       how one module of a model is initialised alone
 LOGGER, SETTINGS  what makes the library quiet
 CHECKPOINT_HINT   how its models turn on checkpoints that can be traced
+EXPANDS           where it asks how many rows there are, to expand a tensor to them
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ SETTINGS = {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNING
 
 CHECKPOINT_HINT = 'gradient_checkpointing_enable({"use_reentrant": False})'
 """The call by which its models checkpoint in the mode that can be traced."""
+
+EXPANDS = ("transformers.masking_utils", "_preprocess_mask_arguments")
+"""The function that expands position ids where there are several rows: for one it does nothing.
+
+Nearly all of its language models call it. What an unknown question makes of a single row is found
+by a second trace (`rows.one_row`).
+"""
 
 _CACHES = "transformers.pytorch_utils"
 """The module that caches results by their arguments, unless a trace runs."""

@@ -243,15 +243,15 @@ def is_torchs(frame: FrameType) -> bool:
 
 
 @contextmanager
-def seeing_questions(asked: Callable[[torch.SymBool, bool], None]) -> Iterator[None]:
+def seeing_questions(asked: Callable[[torch.SymBool, bool, FrameType], None]) -> Iterator[None]:
     """Within, `asked` is told what code outside of torch asks of sizes, and the answer: export
     takes each dim to be two and more, and has no note of a question whether it is one."""
     own: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
 
     def answered(question: torch.SymBool) -> bool:
         answer = own(question)
-        if not is_torchs(sys._getframe(1)):
-            asked(question, answer)
+        if not is_torchs(frame := sys._getframe(1)):
+            asked(question, answer, frame)
         return answer
 
     with patched(torch.SymBool, "__bool__", answered):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import sympy
@@ -27,7 +28,7 @@ from autopipe.frontend import refusals, user_lines
 from autopipe.frontend.construct import off_gpus, still_real
 from autopipe.frontend.loss import Loss, SumCount, note_lines, outputs_to_loss, plain_tree
 from autopipe.frontend.quiet import libraries_hushed
-from autopipe.frontend.transformers_adapter import eager_branches, without_cache
+from autopipe.frontend.transformers_adapter import EXPANDS, eager_branches, without_cache
 from autopipe.ir.graph import SEQUENCE
 from autopipe.ir.tensors import attributes_of
 from autopipe.ir.torch_patches import (
@@ -155,8 +156,10 @@ class Program(nn.Module):
             except GuardOnDataDependentSymNode as error:  # export would print its graph for it
                 raise refusals.takes_a_number(user_lines.of_error(error)) from error
 
-    def _asked(self, rows: Any, question: torch.SymBool, answer: bool) -> None:
+    def _asked(self, rows: Any, question: torch.SymBool, answer: bool, frame: FrameType) -> None:
         """Note the line of a question about the rows to which one row is another answer."""
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == EXPANDS:
+            return
         asked = expression(question)
         symbols = expression(rows).free_symbols if isinstance(rows, torch.SymInt) else set()
         if (

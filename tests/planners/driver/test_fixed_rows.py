@@ -25,7 +25,8 @@ from autopipe.runtime.start import trace_planned
 from tests.support.inprocess import machine
 from tests.support.long import chosen
 from tests.support.odd_models import ROWS, Net, built, inputs, square
-from tests.support.staged import Step, differences, staged_step
+from tests.support.staged import Step, differences, staged_step, trace_model
+from tests.support.zoo import ZOO
 
 KNOWN = {"dp": 1, "micro_batches": 2, "batch_size": 8, "loss_over": "micro-batch"}
 
@@ -260,6 +261,14 @@ def test_a_question_that_makes_no_difference_is_none() -> None:
     options = {"batch_size": 8, "micro_batches": 8}
     plan = autopipe.plan(built(Positions), inputs, loss=square, cluster=machine(2), **options)
     assert plan.batch.microbatch_rows(plan.mesh.dp) == 1 and plan.asks_for_one_row == ()
+
+
+def test_the_question_that_most_language_models_ask_costs_no_second_trace(monkeypatch) -> None:
+    case = ZOO["llama"]
+    assert trace_model(case.model(), case.inputs, case.loss).asks_for_one_row == ()
+    monkeypatch.setattr("autopipe.tracing.export.EXPANDS", ())
+    (place,) = trace_model(case.model(), case.inputs, case.loss).asks_for_one_row
+    assert "masking_utils.py" in place
 
 
 @pytest.mark.parametrize("kind", chosen([Alone, Centred, Limited], now=(Alone,)))
