@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import cache, partial
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as steps
 
 from autopipe.errors import AutopipeError
 from autopipe.frontend import user_lines
@@ -137,11 +137,13 @@ def named_apart(name: str) -> str:
 
     Hooks on the steps of all optimizers may come and go: with any it is measured anew.
     """
-    hooks = vars(sys.modules[torch.optim.Optimizer.__module__])
-    if hooks["_global_optimizer_pre_hooks"] or hooks["_global_optimizer_post_hooks"]:
+    ways = steps.register_optimizer_step_pre_hook, steps.register_optimizer_step_post_hook
+    handles = [register(lambda *given: None) for register in ways]
+    for handle in handles:
+        handle.remove()
+    if any(handle.hooks_dict_ref() for handle in handles):  # those of others, which stay
         return stepped_apart(optimizer_named(name))
-    kind: Any = kind_named(name)  # mypy: a class is hashed by its metaclass
-    return _kind_apart(kind)
+    return _kind_apart(kind_named(name))  # type: ignore[arg-type]  # hashed by its metaclass
 
 
 @cache
