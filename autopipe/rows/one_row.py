@@ -1,9 +1,11 @@
 """Whether a model whose code asks for a single row computes the same of one as of several.
 
-if batch_size != position_ids.shape[0]:                       an expand to one row gives what it
-    position_ids = position_ids.expand(batch_size, -1)        is given: the graphs are alike
+    if batch_size != position_ids.shape[0]:                       an expand to one row gives what it
+        position_ids = position_ids.expand(batch_size, -1)        is given: the graphs are alike
 
-x = x - x.mean(0) if len(x) > 1 else x                        they are not
+    x = x - x.mean(0) if len(x) > 1 else x                        they are not
+
+A question that makes no difference is none.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def same_with_one_row(graph: Graph, alone: Callable[[], Trace]) -> bool:
     """
     try:
         return _steps(graph) == _steps(alone().graph)
-    except AutopipeError:  # the model takes no single row
+    except (AutopipeError, ZeroDivisionError):  # the model takes no single row, or `n / (n - 1)`
         return False
 
 

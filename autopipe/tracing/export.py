@@ -162,11 +162,13 @@ class Program(nn.Module):
             return
         asked = expression(question)
         symbols = expression(rows).free_symbols if isinstance(rows, torch.SymInt) else set()
-        if (
-            symbols
-            and asked.free_symbols == symbols
-            and bool(asked.subs(dict.fromkeys(symbols, 1))) != answer
-        ):
+        if not symbols or asked.free_symbols != symbols:
+            return
+        try:
+            same = bool(asked.subs(dict.fromkeys(symbols, 1))) == answer
+        except ZeroDivisionError:  # `1 / (b - 1) < 5`
+            same = False
+        if not same:
             self.asks_for_one_row.add(user_lines.here(alone=True))
 
     def _as_registered(self) -> AsRegistered:

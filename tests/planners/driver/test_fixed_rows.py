@@ -225,12 +225,27 @@ class Centred(Net):
         return self.middle(hidden - hidden.mean(0) if len(hidden) != 1 else hidden)
 
 
+class Bessel(Net):
+    """Bug: planning itself divided by zero, in looking at one row."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return hidden * (len(hidden) / (len(hidden) - 1)) if len(hidden) > 1 else hidden
+
+
 class Limited(Net):
     def inside(self, hidden: Tensor) -> Tensor:
         return self.middle(hidden) * max(0.5, 1 / hidden.shape[0])
 
 
-@pytest.mark.parametrize("kind", chosen([Alone, Centred, Limited], now=(Alone, Limited)))
+class Divided(Net):
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.middle(hidden) * (2 if 1 / (len(hidden) - 1) < 5 else 3)
+
+
+ASKING = [Alone, Centred, Limited, Bessel, Divided]
+
+
+@pytest.mark.parametrize("kind", chosen(ASKING, now=(Alone, Limited, Bessel, Divided)))
 def test_a_question_whether_there_is_one_row_is_heard(kind: type[Net]) -> None:
     """Bug: micro-batches of one row were computed as those of more, without a word."""
     line = f"test_fixed_rows.py:{kind.inside.__code__.co_firstlineno + 1}: "
