@@ -171,6 +171,8 @@ def with_own_results(graph: Graph) -> Graph:
     for run in _checkpoints(graph.nodes, ()):
         for result in _written_after(flow, run):
             copies.setdefault(run.stop, []).append(_copy(flow, result, ordinals))
+    if not copies:
+        return graph
     nodes: list[Node] = []
     copied: dict[Value, Value] = {}
     for position, node in enumerate(graph.nodes):

@@ -77,6 +77,7 @@ def in_terms_of_sympy(size: sympy.Expr) -> sympy.Expr:
     )
 
 
+@lru_cache(maxsize=2**14)
 def number_at(number: sympy.Basic, rows: int) -> bool | int | float:
     """The value of what Python has computed from the rows of a micro-batch: `1 / b`, `b > 2`."""
     found = number.subs(symbols()[0], rows)
