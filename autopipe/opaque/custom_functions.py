@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -262,6 +263,10 @@ class _Drawing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+asked_reentrant = ContextVar("asked_reentrant", default=False)
+"""Whether the checkpoint that begins was asked for with `use_reentrant=True`."""
+
+
 def _checkpointed(function: Callable[..., Any], keep_numbers: bool, *args: Any) -> Any:
     """A reentrant checkpoint, as the other mode makes it: that one leaves its ops in a trace.
 
@@ -270,7 +275,16 @@ def _checkpointed(function: Callable[..., Any], keep_numbers: bool, *args: Any) 
     if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         with torch.no_grad():
             return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=keep_numbers)
+
+    def begun(*given: Any) -> Any:
+        asked_reentrant.set(False)  # not of those within
+        return function(*given)
+
+    before = asked_reentrant.set(True)
+    try:
+        return checkpoint(begun, *args, use_reentrant=False, preserve_rng_state=keep_numbers)
+    finally:
+        asked_reentrant.reset(before)
 
 
 _OF_PROCESSES = (

@@ -331,7 +331,8 @@ class _Tracing:
         graph = named(graph, program.regions)
         if program.training:
             graph = check.after("results of checkpoints", with_own_results(graph))
-            graph = check.after("second writes", with_second_writes(graph, assigned))
+            written = with_second_writes(graph, assigned, program.reentrant)
+            graph = check.after("second writes", written)
         if self.kept is not None:
             check_operands(graph, self.kept.dtype)
             check_followers(graph, self.kept.dtype)

@@ -8,15 +8,19 @@
 
 torch.export inlines the function and does not record the checkpoint. Nor does it record that
 gradients go off inside of torch.autocast; marks of their own do (`autopipe::grad`). A checkpoint
-with `use_reentrant=True` is traced as one without (`opaque.custom_functions`). The hooks by which a
-checkpoint saves tensors are hidden from the trace: an inner checkpoint saves its arguments through
-the outer one's hooks, which run under `torch.no_grad()`, and export would leave gradients off.
+with `use_reentrant=True` is traced as one without (`opaque.custom_functions`) and noted. The hooks
+by which a checkpoint saves tensors are hidden from the trace: an inner checkpoint saves its
+arguments through the outer one's hooks, which run under `torch.no_grad()`, and export would leave
+gradients off.
 
 A checkpointed function runs again in backward, and then writes its buffers a second time: plain
 PyTorch moves the statistics of a batch norm twice. So does the graph, both times in forward:
 
     norm/batch_norm/0 = batch_norm(x, ..., [norm.running_mean], [norm.running_var], True, ...)
     norm/batch_norm/1 = the same, whose result nothing reads
+
+Backward runs a function again up to the last op that saves something, and all of it for
+`use_reentrant=True`.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from autopipe.ir.dataflow import Dataflow, analyse, obstacle, written_by
 from autopipe.ir.graph import REGION_OP, Graph, Node, Ref, State, Value, swap, values_in
 from autopipe.ir.torch_patches import seeing_grad_modes, seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import no_function_modes
+from autopipe.opaque.custom_functions import asked_reentrant
 from autopipe.planfile.node_names import NodeName
 
 MARK = "autopipe.checkpoint.default"
@@ -69,23 +74,32 @@ def _(nothing: Tensor, mode: str) -> None:
 
 
 @contextmanager
-def marking() -> Iterator[None]:
+def marking(reentrant: set[tuple[str, bool]]) -> Iterator[None]:
     """Within, a trace has a mark before and after each checkpointed call, and where gradients go on
     or off inside of torch.autocast.
 
     `mark_op` is traced where the saved-tensors hooks of a checkpoint are entered and left.
+
+    Args:
+        reentrant: receives the line of each checkpoint with `use_reentrant=True`, or around one,
+            and whether another is nested with it.
     """
     open_: list[str] = []
+    reentrants: list[bool] = []
 
     def entered(hooks: saved_tensors_hooks) -> None:
         if type(hooks).__module__ == _HOME:
             hooks.pack_hook = _unseen(hooks.pack_hook)
             open_.append(user_lines.here(alone=True))
+            reentrants.append(asked_reentrant.get())
+            if any(reentrants):
+                reentrant.add((open_[0], len(open_) > 1))
             mark_op(torch.empty(0), open_[0])
 
     def left(hooks: saved_tensors_hooks) -> None:
         if type(hooks).__module__ == _HOME:
             open_.pop()
+            reentrants.pop()
             mark_op(torch.empty(0), open_[0] if open_ else "")
 
     def changed(enabled: bool | None) -> None:
@@ -121,32 +135,39 @@ _SAVES = frozenset(
 """Ops that surely save something: backward runs a checkpoint again up to the last that does."""
 
 
-def with_second_writes(graph: Graph, assigned: Collection[str] = ()) -> Graph:
+def with_second_writes(
+    graph: Graph, assigned: Collection[str], reentrant: Collection[tuple[str, bool]]
+) -> Graph:
     """A training graph in which the writes of checkpointed functions are made twice.
 
     Args:
         assigned: the buffers that modules assign.
+        reentrant: what `marking` has noted.
 
     Raises:
         CaptureError: the second run may write other values; names the line and the buffer.
     """
     if not any(node.again for node in graph.nodes):
         return graph
-    flow, trained = analyse(graph), _trained(graph)
+    flow, nested, tracked = analyse(graph), dict(sorted(reentrant)), _tracked(graph)
+    trained = _trained(graph, tracked)
     buffers = {State(name) for name in assigned}
     copies = [n for n in graph.nodes if n.op == "aten.copy_.default" and n.args[0] in buffers]
     calls: dict[tuple[str, ...], list[int]] = {}
     for run in _checkpoints(graph.nodes, copies):
-        carrying = [position for position in run if position in trained]
-        if not carrying:
+        if trained.isdisjoint(run):
             continue  # no gradient comes back: nothing runs again
+        last = max(tracked.intersection(run))
         _check_assigned(flow, run, copies)
         for position in run:
             node = graph.nodes[position]
             states = [root for v in written_by(node) if isinstance(root := flow.root[v], State)]
-            if node.again and states and carrying[-1] >= position:  # else backward stops before it
+            whole = node.again in nested  # else backward stops at the last op that saves
+            if node.again and states and (whole or last >= position):
                 for state in states:
-                    _check_second(flow, node, state, run[position - run.start :])
+                    if nested.get(node.again):  # it runs a third time
+                        raise _refusal(node, state)
+                    _check_second(flow, node, state, run[position - run.start :], whole)
                 calls.setdefault(node.scopes, []).append(position)
     after = {positions[-1]: [graph.nodes[p] for p in positions] for positions in calls.values()}
     ordinals = Counter((node.scopes[-1:], node.short) for node in graph.nodes)
@@ -240,16 +261,21 @@ def _checkpoints(nodes: Sequence[Node], copies: Container[Node]) -> Iterator[ran
         yield range(first, len(nodes))
 
 
-def _trained(graph: Graph) -> set[int]:
-    """The positions of the nodes through which a gradient of the loss goes."""
+def _tracked(graph: Graph) -> set[int]:
+    """The positions of the nodes that autograd tracks: something in them is trained."""
     carrying: set[Value] = {State(name) for name, state in graph.states.items() if state.trainable}
-    forward = set[int]()
+    found = set[int]()
     for position, node in enumerate(graph.nodes):
         if node.grad and node.op != "aten.detach.default" and carrying & set(node.values()):
-            forward.add(position)
+            found.add(position)
             carrying |= {Ref(node.name, n) for n in range(len(node.outputs))}
+    return found
+
+
+def _trained(graph: Graph, tracked: Collection[int]) -> set[int]:
+    """Those of the tracked nodes through which a gradient of the loss goes."""
     needed, found = set(values_in(graph.outputs[:1])), set[int]()
-    for position in sorted(forward, reverse=True):
+    for position in sorted(tracked, reverse=True):
         node = graph.nodes[position]
         if needed & {Ref(node.name, n) for n in range(len(node.outputs))}:
             found.add(position)
@@ -257,18 +283,19 @@ def _trained(graph: Graph) -> set[int]:
     return found
 
 
-def _check_second(flow: Dataflow, node: Node, state: State, rest: range) -> None:
+def _check_second(flow: Dataflow, node: Node, state: State, rest: range, whole: bool) -> None:
     """Refuse a write that a checkpoint's second run may do with other values, or not at all.
 
     Args:
         rest: the positions from the node to the end of its checkpoint.
+        whole: whether all of its function runs again.
     """
     nodes, writers, depth = flow.graph.nodes, flow.writers[state], len(node.scopes)
     alike = {value for value, root in flow.root.items() if root == state}
     read = any(p not in writers and alike & set(n.values()) for p, n in enumerate(nodes))
     calls = {(nodes[p].scopes, nodes[p].again) for p in writers}
     saves = any(nodes[p].short in _SAVES and nodes[p].scopes[:depth] == node.scopes for p in rest)
-    if read or len(calls) > 1 or not saves or node.op == REGION_OP:
+    if read or len(calls) > 1 or not (whole or saves) or node.op == REGION_OP:
         raise _refusal(node, state)
 
 

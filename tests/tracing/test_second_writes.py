@@ -74,8 +74,31 @@ class Counted(Averaged):
         return self.middle(hidden)
 
 
+class BesideTheLoss(Normed):
+    """The loss does not read what the norm gives, but autograd keeps its input."""
+
+    def again(self, hidden):
+        hidden = self.middle(hidden).tanh()
+        self.norm(hidden.detach())
+        return hidden
+
+
+class LastOfAll(Averaged):
+    """Behind all that is saved, where a reentrant checkpoint runs, too."""
+
+    reentrant = True
+
+    def again(self, hidden):
+        hidden = self.middle(hidden)
+        self.average += 1
+        return hidden
+
+
+TWICE = [Normed, Reentrant, Blocks, Averaged, Counted, BesideTheLoss, LastOfAll]
+
+
 @pytest.mark.sweep(of=8)
-@pytest.mark.parametrize("kind", [Normed, Reentrant, Blocks, Averaged, Counted])
+@pytest.mark.parametrize("kind", TWICE)
 def test_statistics_in_a_checkpoint_are_written_twice(kind, size):
     """Bug: "its buffer 'norm.running_mean' is another one by its graph"; of a large model, not a
     word: they moved once."""
@@ -97,13 +120,10 @@ def test_an_evaluation_writes_nothing_twice():
     assert [node.name for node in graph.nodes if "add_" in node.name] == ["add_/0"]
 
 
-class Last(Averaged):
-    """Behind all that is saved: backward does not run so far."""
+class Last(LastOfAll):
+    """Backward does not run so far."""
 
-    def again(self, hidden):
-        hidden = self.middle(hidden)
-        self.average += 1
-        return hidden
+    reentrant = False
 
 
 class Detached(Normed):
@@ -137,6 +157,13 @@ class Assigned(Averaged):
         return self.middle(hidden)
 
 
+class Nested(Reentrant):
+    """Plain PyTorch runs it a third time."""
+
+    def inside(self, hidden):
+        return checkpoint(super().inside, hidden, use_reentrant=False)
+
+
 class ReadOutside(Counted):
     def inside(self, hidden):
         return super().inside(hidden).tanh() / (1 + self.average)
@@ -149,6 +176,7 @@ class ReadOutside(Counted):
         (Read, "average"),
         (ReadOutside, "average"),
         (Shared, "norm.num_batches_tracked"),
+        (Nested, "norm.num_batches_tracked"),
         (Assigned, "average"),
     ],
 )
