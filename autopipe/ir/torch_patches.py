@@ -267,7 +267,8 @@ def not_compiling() -> Iterator[None]:
 
     def answered(question: Callable[[], bool]) -> bool:
         caller = sys._getframe(3)  # behind `_asking` and `_asked_instead`
-        return is_torchs(caller) and bool(own_of(question)())
+        refuses = caller.f_code.co_name == "nonrecursive_disable_wrapper"  # a trace, if asked so
+        return is_torchs(caller) and not refuses and bool(own_of(question)())
 
     with ExitStack() as until, torch.compiler.set_stance("force_eager"):
         for question in (torch.compiler.is_compiling, torch.compiler.is_exporting):
@@ -292,6 +293,7 @@ def replacing(function: Callable[..., Any], replacement: Callable[..., Any]) -> 
     with _exchanging:
         if not _exchanged[function]:
             plain = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__)
+            plain.__kwdefaults__ = own.__kwdefaults__
             own.__kwdefaults__ = {"autopipe_own": plain, "autopipe_asked": _asked_instead}
             own.__code__, own.__defaults__ = _asking.__code__, None
         _exchanged[function] += 1
@@ -307,7 +309,7 @@ def replacing(function: Callable[..., Any], replacement: Callable[..., Any]) -> 
             if not _exchanged[function]:
                 plain = own.__kwdefaults__["autopipe_own"]
                 own.__code__, own.__defaults__ = plain.__code__, plain.__defaults__
-                own.__kwdefaults__ = None
+                own.__kwdefaults__ = plain.__kwdefaults__
 
 
 def own_of(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,6 +45,7 @@ from autopipe.opaque.regions import Running, as_ops
 from autopipe.opaque.sites import with_loss
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import LOSS
+from autopipe.rewriting import flex_attention
 from autopipe.rewriting.extremes import chosen_by_tensors
 from autopipe.rewriting.gpu_autocast import of_absent_gpus
 from autopipe.tracing.exported_nodes import keep_memory_order
@@ -130,12 +131,11 @@ class Program(nn.Module):
         batch = batches.rebuild(self.batch, self._fixed | given)
         args, kwargs = batches.bind(self.model, batch, self.loss)
         if self._eager:
-            with one_process(), with_loss(self.model, self.loss), not_compiling():
+            with self._either_way():
                 return self._results(batch, args, kwargs)
         rows = self._rows(tensors)
         with (
-            with_loss(self.model, self.loss),
-            one_process() as self.asked_for_others,
+            self._either_way() as self.asked_for_others,
             as_ops(self.model, self.regions, rows),
             seeing_questions(partial(self._asked, rows)),
             leaving_modules_alone(),
@@ -144,7 +144,6 @@ class Program(nn.Module):
             counting_rows(),
             chosen_by_tensors(),
             inference_without_gradients(),
-            not_compiling(),
             of_absent_gpus(),
             refused_effects.RefusedCalls(),
             refused_modes.refused(),
@@ -157,6 +156,13 @@ class Program(nn.Module):
                 return self._results(batch, args, kwargs)
             except GuardOnDataDependentSymNode as error:  # export would print its graph for it
                 raise refusals.takes_a_number(user_lines.of_error(error)) from error
+
+    @contextmanager
+    def _either_way(self) -> Iterator[list[bool]]:
+        """What holds of a trace and of an eager run; gives whether the model asks for others."""
+        loss = with_loss(self.model, self.loss)
+        with loss, one_process() as asked, not_compiling(), flex_attention.written_out():
+            yield asked
 
     def _asked(self, rows: Any, question: torch.SymBool, answer: bool, frame: FrameType) -> None:
         """Note the line of a question about the rows to which one row is another answer."""

@@ -84,23 +84,20 @@ def marking(reentrant: set[tuple[str, bool]]) -> Iterator[None]:
         reentrant: receives the line of each checkpoint with `use_reentrant=True`, or around one,
             and whether another is nested with it.
     """
-    open_: list[str] = []
-    reentrants: list[bool] = []
+    open_: list[tuple[str, bool]] = []
 
     def entered(hooks: saved_tensors_hooks) -> None:
         if type(hooks).__module__ == _HOME:
             hooks.pack_hook = _unseen(hooks.pack_hook)
-            open_.append(user_lines.here(alone=True))
-            reentrants.append(asked_reentrant.get())
-            if any(reentrants):
-                reentrant.add((open_[0], len(open_) > 1))
-            mark_op(torch.empty(0), open_[0])
+            open_.append((user_lines.here(alone=True), asked_reentrant.get()))
+            if any(asked for _, asked in open_):
+                reentrant.add((open_[0][0], len(open_) > 1))
+            mark_op(torch.empty(0), open_[0][0])
 
     def left(hooks: saved_tensors_hooks) -> None:
         if type(hooks).__module__ == _HOME:
             open_.pop()
-            reentrants.pop()
-            mark_op(torch.empty(0), open_[0] if open_ else "")
+            mark_op(torch.empty(0), open_[0][0] if open_ else "")
 
     def changed(enabled: bool | None) -> None:
         grad_op(torch.empty(0), "" if enabled is None else "on" if enabled else "off")
@@ -288,7 +285,7 @@ def _check_second(flow: Dataflow, node: Node, state: State, rest: range, whole: 
 
     Args:
         rest: the positions from the node to the end of its checkpoint.
-        whole: whether all of its function runs again.
+        whole: whether all of these run again.
     """
     nodes, writers, depth = flow.graph.nodes, flow.writers[state], len(node.scopes)
     alike = {value for value, root in flow.root.items() if root == state}

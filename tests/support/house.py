@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "frontend": "util planfile ir onnx_files",
     "eager": "planfile ir frontend",
     "sharding": "util cluster planfile ir",
-    "rewriting": "util planfile ir sharding",
+    "rewriting": "util planfile ir frontend sharding",
     "opaque": "util planfile ir frontend eager rewriting",
     "tracing": "util planfile ir frontend eager opaque rewriting",
     "rows": "util planfile ir frontend rewriting tracing",
