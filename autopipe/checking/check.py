@@ -7,7 +7,7 @@ a plan, or a model file and words
     compared                       beside plain PyTorch here           (`unsplit`, `compare`)
     first_node                     where a difference begins           -> Comparison
     second_look                    in fp64, if rounding may decide
-    closer_look                    in fp32, if rounding to 16 bits may hide a difference
+    closer_look                    in fp32, if rounding to 16 bits may decide or hide a difference
 """
 
 from __future__ import annotations
@@ -179,17 +179,17 @@ class CheckRun:
 
     def settled(self, case: Sized, *notes: str) -> Comparison:
         """Compare, and compare again if the result is not certain: in fp64 if rounding may decide,
-        in fp32 if rounding to 16 bits may hide a difference.
+        in fp32 if rounding to 16 bits may decide or hide a difference.
 
         Raises:
             Unrepeatable: the model draws random numbers that cannot be compared.
         """
         found = self.compared(case, *notes)
         first_line = found.sentence.partition("\n")[0]
-        if may_be_rounding(found):
+        if may_be_rounding(found) and case.plan.precision == "fp32":
             self.say(f"{first_line}: once more in fp64, as rounding may decide")
             return second_look(found, lambda: self.compared(self.in_double(case), *notes))
-        if self.closer and may_be_hidden(found):
+        if self.closer and (may_be_hidden(found) or may_be_rounding(found)):
             self.say(f"{first_line}: once more in fp32, to look closer")
             return closer_look(found, lambda: self.settled(self.in_fp32(case), *notes))
         return found
