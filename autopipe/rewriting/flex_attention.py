@@ -150,23 +150,15 @@ def _of_all(function: Callable[..., Any], name: str, *numbers: Tensor) -> Tensor
 class _Row:
     """A part of a table, by fewer numbers than it has dims: `table[b]` of `table[b][query]`."""
 
-    def __init__(self, name: str, table: Tensor, numbers: tuple[Any, ...]) -> None:
-        self._name, self._table, self._numbers = name, table, numbers
+    def __init__(self, each: _Each, table: Tensor, numbers: tuple[Any, ...] = ()) -> None:
+        self._each, self._table, self._numbers = each, table, numbers
 
     def __getitem__(self, index: Any) -> Any:
-        numbers = (*self._numbers, *(index if isinstance(index, tuple) else (index,)))
-        for number in numbers:
-            whole = isinstance(number, int) or (
-                isinstance(number, Tensor)
-                and number.ndim in (0, 4)
-                and not number.dtype.is_floating_point
-                and number.dtype != torch.bool
-            )
-            if not whole:
-                raise _refusal(self._name, f"indexes a tensor by {type(number).__name__}")
+        more = index if isinstance(index, tuple) else (index,)
+        numbers = (*self._numbers, *map(self._each.whole, more))
         if len(numbers) < self._table.ndim:
-            return _Row(self._name, self._table, numbers)
-        return self._table[numbers]
+            return _Row(self._each, self._table, numbers)
+        return self._each.noted(self._table[numbers])
 
 
 class _Each(TorchFunctionMode):
@@ -189,39 +181,50 @@ class _Each(TorchFunctionMode):
         tensors = list(tensors_in((args, kwargs)))
         if not any(id(tensor) in self._each for tensor in tensors):
             return func(*args, **kwargs)
-        called = func.__name__.strip("_")
+        called = func.__name__.removeprefix("__r").strip("_")  # s + 1, and 1 + s
         if func is Tensor.__getitem__ and id(args[0]) not in self._each:
-            found = _Row(self._name, args[0], ())[args[1]]
-        elif called == "get":  # an attribute: dtype, device
+            return _Row(self, args[0])[args[1]]
+        if called == "get":  # an attribute: dtype, device
             return func(*args, **kwargs)
-        elif called in _MADE or _is_pointwise(called):
-            if any(t.ndim and id(t) not in self._each for t in tensors):
-                raise _refusal(self._name, f"calls {called} with a whole tensor")
-            found = func(*args, **kwargs)
-            if isinstance(found, Tensor) and found.ndim != (0 if called in _MADE else 4):
-                raise _refusal(self._name, f"calls {called} over all scores")
-        else:
+        if called not in _MADE and not _is_pointwise(called):
             raise _refusal(self._name, f"calls {called}")
-        if isinstance(found, Tensor):
-            self._each[id(found)] = found
-        return found
+        if any(tensor.ndim and id(tensor) not in self._each for tensor in tensors):
+            raise _refusal(self._name, f"calls {called} with a whole tensor")
+        found = func(*args, **kwargs)
+        if isinstance(found, Tensor) and found.ndim != (0 if called in _MADE else 4):
+            raise _refusal(self._name, f"calls {called} over all scores")
+        return self.noted(found) if isinstance(found, Tensor) else found
+
+    def noted(self, number: Tensor) -> Tensor:
+        """The tensor, whose entries are numbers by themselves from here on."""
+        self._each[id(number)] = number
+        return number
+
+    def whole(self, number: Any) -> Any:
+        """A whole number, by which a table may be read."""
+        if isinstance(number, Tensor) and (id(number) in self._each or number.ndim == 0):
+            if number.dtype != torch.bool and not number.dtype.is_floating_point:
+                return number
+        elif isinstance(number, int):
+            return number
+        raise _refusal(self._name, f"indexes a tensor by {type(number).__name__}")
 
 
 _MADE = frozenset("new_ones new_zeros new_full new_tensor".split())
-_CASTS = frozenset("to type float double half bfloat16 int long bool type_as clone detach".split())
-_IN_ATEN = {
-    "truediv": "div",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "invert": "bitwise_not",
-}
+_UNTAGGED = frozenset(
+    "floordiv floor_divide to type float double half bfloat16 int long bool type_as clone "
+    "detach".split()
+)
+"""Pointwise functions whose ops aten does not tag so."""
+
+_IN_ATEN = {"truediv": "div", "mod": "remainder", "invert": "bitwise_not"}
 
 
 def _is_pointwise(called: str) -> bool:
     """Whether a function of torch takes each entry of its arguments by itself."""
-    if called in _CASTS or called in ("floor_divide", "floordiv"):
+    if called in _UNTAGGED:
         return True
-    for name in (called, _IN_ATEN.get(called, ""), f"bitwise_{called}", called[1:]):
+    for name in (called, _IN_ATEN.get(called, ""), f"bitwise_{called}"):
         op = getattr(torch.ops.aten, name, None) if name else None
         if op and any(torch.Tag.pointwise in getattr(op, each).tags for each in op.overloads()):
             return True

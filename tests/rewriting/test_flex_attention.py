@@ -48,7 +48,7 @@ CASES = {
     "a row of a table": lambda: {
         "score_mod": lambda s, b, h, i, j: torch.where(IDS[b][i] == IDS[b][j], s, -math.inf)
     },
-    "capped": lambda: {"score_mod": lambda s, b, h, i, j: 3 * torch.tanh(s / 3)},
+    "capped": lambda: {"score_mod": lambda s, b, h, i, j: 1 + 3 * torch.tanh(s / 3) - 2 ** (-h)},
     "some see nothing": lambda: {
         "block_mask": masked(lambda b, h, i, j: (i > j) & (h == 0)),
         "score_mod": lambda s, b, h, i, j: s * 2,
@@ -187,6 +187,12 @@ class Largest(Attending):
         return self.attend(tokens, tokens, tokens, score_mod=lambda s, *_: s - s.max())
 
 
+class LargestOfAQuery(Attending):
+    def attended(self, tokens, mask):
+        mod = lambda s, *_: s - s.amax(-1, keepdim=True)  # noqa: E731 (as users write it)
+        return self.attend(tokens, tokens, tokens, score_mod=mod)
+
+
 class Slices(Attending):
     def attended(self, tokens, mask):
         mod = lambda s, b, h, i, j: s + self.table[h, 1:][i]  # noqa: E731 (as users write it)
@@ -204,6 +210,7 @@ class ReadsBlocks(Attending):
         (Sums, "calls sum;"),
         (AddsATable, "calls add with a whole tensor;"),
         (Largest, "calls max over all scores;"),
+        (LargestOfAQuery, "calls amax;"),
         (Slices, "indexes a tensor by slice;"),
         (ReadsBlocks, ".kv_num_blocks of a block mask is read"),
     ],
