@@ -41,6 +41,7 @@ from autopipe.opaque.sparse import owned, to_device
 from autopipe.opaque.states import differ, put
 from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, returned, to_text, whole_of
 from autopipe.planfile.regions import LOSS, Region, Result
+from autopipe.rewriting.flex_attention import written_out
 
 _library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -255,7 +256,7 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     alone = nullcontext() if torch.distributed.group.WORLD is None else one_process()
     # A compiler would look at the tensors that are lent, which are no leaves, and at their sizes.
     as_it_is = torch.compiler.set_stance("force_eager")
-    with alone, on_cpu, recording, as_it_is, replacing(torch.cond, _cond):
+    with alone, on_cpu, recording, as_it_is, replacing(torch.cond, _cond), written_out():
         result = _code(running, model, tensors)(*args, **kwargs)
     for name, buffer, (copied, known) in zip(region.written, written, versions, strict=True):
         now = state_of(model, name)

@@ -167,6 +167,18 @@ def test_models_with_it_are_planned_and_compared_on_a_cpu():
     assert planned(built(Attending)).stages
 
 
+class BesideASelection(ByTheMaskAlone):
+    """What follows values runs as it is, and the attention beside it."""
+
+    def attended(self, tokens, mask):
+        found = super().attended(tokens, mask)
+        return found * found[found > 0].mean()
+
+
+def test_in_a_part_that_runs_as_it_is():
+    assert planned(built(BesideASelection)).regions
+
+
 def test_a_mask_alone_is_one_attention():
     ops = [node.short for node in trace_model(built(ByTheMaskAlone), inputs, square).graph.nodes]
     assert "scaled_dot_product_attention" in ops and "softmax" not in ops
