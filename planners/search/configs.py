@@ -98,7 +98,7 @@ def _variants(problem: Problem, pp: int, dp: int, m: int) -> Iterator[Config]:
             if splits(problem, name) and (zero == 3 or asked.offload):
                 continue
             if asked.schedule is None and pp == 1 and name != CONSIDERED[0]:
-                continue  # without a pipeline they are all one
+                continue  # without a pipeline others only let some gradient sums begin earlier
             for chunks in _chunks(problem, name, pp):
                 for depth in _depths(problem, name, pp, dp, m):
                     yield Config(pp, dp, m, zero, name, depth, chunks, asked.turns or ())
