@@ -52,7 +52,8 @@ class WholeStep:
 
 
 def built(file: ModelFile) -> nn.Module:
-    """The model with the weights that the ranks of a run give it, in training."""
+    """The model with the weights that the ranks of a run give it, in training; one that is in
+    training already keeps the parts that it has put into evaluation (a frozen batch norm)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = file.model()
@@ -60,7 +61,7 @@ def built(file: ModelFile) -> nn.Module:
             torch.manual_seed(SEED)
             with on_cpu():
                 model = file.model()
-    return model.train()
+    return model if model.training else model.train()
 
 
 class Unsplit:

@@ -223,7 +223,8 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
     buffers = buffers_of(model)
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     with restoring(model), caches_put_back(model):
-        model.train()
+        if not model.training:  # as `trace`: one in training keeps what parts of it are set to
+            model.train()
         try:
             yield
         finally:

@@ -183,3 +183,30 @@ def test_a_buffer_of_two_modules_stays_one() -> None:
     for part in batch["x"].split(4):
         alone(part)
     torch.testing.assert_close(mean, alone.one.mean)
+
+
+class FrozenNorm(nn.Module):
+    """Its batch norm was put into evaluation, as in the fine-tuning of a detector's backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 4), nn.BatchNorm1d(4)
+        nn.init.constant_(self.norm.running_mean, 0.5)  # type: ignore[arg-type]
+        self.norm.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(self.up(x))
+        return found.square().mean()
+
+
+def test_a_part_that_a_model_in_training_has_in_evaluation_stays_there() -> None:
+    """Bug: planning refused a frozen batch norm, for it had put the whole model into training
+    before it compared the model with its graph; and `check` did the same."""
+    file = ModelFile("net.py", FrozenNorm, rows_of, None, None, None, None, None)
+    plan = make_plan.plan(
+        FrozenNorm, rows_of, cluster=machine(1), batch_size=8, dp=1, micro_batches=2
+    )
+    batch, unsplit = rows_of(8), Unsplit(file, plan, RandomNodes, None)
+    found = unsplit.step(batch, 1.0)
+    torch.testing.assert_close(found.loss, unsplit.model(batch["x"]).detach())
+    assert torch.equal(found.buffers[0]["norm.running_mean"], torch.full((4,), 0.5))
