@@ -2,6 +2,7 @@
 
     state[p]["exp_avg"]    of the parameter's own shape    lies as the parameter does: its pieces
     state[p]["step"]       a tensor without dims           a number, the same on every rank
+    state["clock"]         of no parameter                 JSON data, the same on every rank
     param_groups           lr, betas, ...                  JSON data, by the names in each group
 
 A state is sharded as its parameter is, so another plan reads it as it reads the parameter. The
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopipe.errors import CheckpointError
+from autopipe.ir.tensors import tensors_in
 from autopipe.runtime.checkpoint.layout import OwnTensor, leads
 from autopipe.runtime.checkpoint.manifest import NAMES
 from autopipe.runtime.checkpoint.plain import fence, like, plain
@@ -31,6 +33,8 @@ LIKE, NUMBER = "like", "number"
 
 _COUNTERS = ("step", "mu_product", "eta", "mu")
 """States of torch's optimizers that are numbers, also for a parameter that has no dims itself."""
+
+_TAKEN = "a checkpoint takes states of the parameter's own shape, and single numbers"
 
 Named = Mapping[str, nn.Parameter]
 Groups = Sequence[Sequence[str]]
@@ -76,10 +80,13 @@ def values(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) -> 
     others = {
         name: numbers
         for name, parameter in named.items()
-        if name in own and own[name].writes and leads(own[name].pieces)
+        if name in own
         if (numbers := _no_tensors(optimizer.state.get(parameter, {}), f"{kind}.state[{name!r}]"))
+        if own[name].writes and leads(own[name].pieces)
     }
-    return {"kind": kind, "groups": groups, "states": others}
+    beside = {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)}
+    found = {"kind": kind, "groups": groups, "states": others}
+    return {**found, "beside": plain(beside, f"{kind}.state")} if beside else found
 
 
 def groups_of(optimizer: Optimizer, named: Named) -> list[list[str]]:
@@ -180,12 +187,13 @@ def restore(
     saved = _saved(stored)
     others = {name: states for of_rank in saved for name, states in of_rank["states"].items()}
     _regroup(optimizer, named, [of_rank["groups"] for of_rank in saved])
+    optimizer.state.update(_beside(groups_of(optimizer, named), saved, kind))
     for group in optimizer.param_groups:
         counted_there = bool(group.get("capturable") or group.get("fused"))
         for name, parameter in _of(group["params"], named):
             if name not in own:
                 continue
-            state: dict[str, Any] = dict(others.get(name, {}))
+            state: dict[str, Any] = like({}, others.get(name, {}))
             for key in stored.states.get(name, ()):
                 first = stored.chunks[name, key][0][1]
                 if first.kind == NUMBER:
@@ -220,7 +228,7 @@ def _written(
         raise CheckpointError(
             f"{type(optimizer).__name__} keeps {key!r} of the shape {list(state.shape)} for "
             f"{own.name!r}, which is {list(parameter.shape)} here: no other plan could cut it",
-            hint="a checkpoint takes states of the parameter's own shape, and single numbers",
+            hint=_TAKEN,
         )
     if not own.writes:
         return None
@@ -229,11 +237,40 @@ def _written(
 
 
 def _no_tensors(state: Mapping[str, Any], path: str) -> dict[str, Any]:
-    return {
-        key: plain(value, f"{path}[{key!r}]")
-        for key, value in state.items()
-        if not isinstance(value, Tensor)
-    }
+    """A parameter's states that are no tensors, which may be containers of numbers.
+
+    Raises:
+        CheckpointError: a container has a tensor with dims, of which each rank may have a
+            part; or as `plain`.
+    """
+    found = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+    for key, value in found.items():
+        if any(tensor.ndim > 0 for tensor in tensors_in(value)):
+            raise CheckpointError(
+                f"{path}[{key!r}] is a {type(value).__name__} of tensors: no other plan could cut "
+                "them",
+                hint=_TAKEN,
+            )
+    return {key: plain(value, f"{path}[{key!r}]") for key, value in found.items()}
+
+
+def _beside(here: Groups, saved: Sequence[Mapping[str, Any]], kind: str) -> dict[Any, Any]:
+    """The states of no parameter, from a rank that had the groups of this one, or from all.
+
+    Raises:
+        CheckpointError: no rank had these groups, and the states were not the same on all.
+    """
+    equal = [one for one in saved if [group["names"] for group in one["groups"]] == here]
+    found = [one.get("beside", {}) for one in equal[:1] or saved]
+    # As text: nan does not equal itself.
+    if len({repr(states) for states in found}) > 1:
+        keys = sorted({repr(key) for states in found for key in like({}, states)})
+        raise CheckpointError(
+            f"{kind}.state has {', '.join(keys)}, of no parameter, and ranks had other values "
+            "there: the right one for this rank cannot be known",
+            hint="resume under the plan in that folder, or take its weights alone by --weights",
+        )
+    return dict(like({}, found[0]))
 
 
 def _of(parameters: Sequence[nn.Parameter], named: Named) -> Iterator[tuple[str, nn.Parameter]]:

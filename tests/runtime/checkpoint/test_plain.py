@@ -124,3 +124,50 @@ def test_a_state_that_no_other_plan_could_cut(tmp_path: Any) -> None:
     optimizer.step()
     with pytest.raises(CheckpointError, match="Adafactor keeps 'row_var' of the shape "):
         pipe.save(tmp_path / "kept", optimizer)
+
+
+class Clocked(torch.optim.Optimizer):
+    """It counts its steps beside all parameters, and keeps what `kept` makes of each."""
+
+    def __init__(self, parameters: Any, kept: Any = lambda parameter: None) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.kept = kept
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        states: Any = self.state
+        states.setdefault("clock", {"steps": 0})["steps"] += 1
+        for parameter in self.param_groups[0]["params"]:
+            state = states[parameter]
+            state.setdefault("kept", self.kept(parameter))
+            if isinstance(state["kept"], list):
+                state["kept"][0].add_(1)
+            parameter -= 0.1 * parameter.grad / states["clock"]["steps"]
+
+
+def test_a_state_of_no_parameter_goes_on(tmp_path: Any) -> None:
+    """Bug: it was lost without a word, and the run went on as another one."""
+    pipe = piped(MODEL, planned(MODEL, 1, 1, 2))
+    first, second = (
+        Clocked(pipe.parameters(), lambda parameter: [torch.tensor(0.0), (1,)]) for _ in range(2)
+    )
+    for number in range(2):
+        pipe.step(drawn(MODEL, 4, number))
+        first.step()
+    pipe.save(tmp_path / "kept", first)
+    pipe.load(tmp_path / "kept", second)
+    states: Any = second.state
+    assert states["clock"] == {"steps": 2}
+    pipe.step(drawn(MODEL, 4, 2))
+    second.step()
+    assert {s["kept"][0].item() for key, s in states.items() if key != "clock"} == {3.0}
+
+
+def test_tensors_in_a_list_of_a_parameters_state(tmp_path: Any) -> None:
+    """Bug: they were kept as one rank's bytes, and `load` made dicts of them."""
+    pipe = piped(MODEL, planned(MODEL, 1, 1, 2))
+    optimizer = Clocked(pipe.parameters(), lambda parameter: [torch.zeros_like(parameter)])
+    pipe.step(drawn(MODEL, 4, 0))
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="'kept'] is a list of tensors: no other plan could"):
+        pipe.save(tmp_path / "kept", optimizer)

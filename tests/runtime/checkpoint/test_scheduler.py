@@ -203,3 +203,27 @@ def test_parameters_of_several_rates_in_one_group(tmp_path: Path) -> None:
     for alone, what in ((False, "options"), (True, "LambdaLR.base_lrs")):
         with pytest.raises(CheckpointError, match=f"that had other {what} in the"):
             restore(rank.content(alone=alone), stored)
+
+
+def test_an_optimizers_state_of_no_parameter(tmp_path: Path) -> None:
+    """It goes anywhere if all ranks had the same, else to a rank with the groups of one of them."""
+    before = ranks(PLANS["halves"], Peaks)
+
+    def kept(folder: str, *values: float) -> Stored:
+        for rank, value in zip(before, values, strict=True):
+            states: dict[Any, Any] = rank.optimizer.state
+            states["clock"] = {"steps": value}
+        return saved(before, tmp_path / folder)
+
+    def restored(stored: Stored, plan: str) -> list[Any]:
+        after = ranks(PLANS[plan], Peaks)
+        for rank in after:
+            restore(rank.content(), stored)
+        return [dict(rank.optimizer.state) for rank in after]
+
+    steps = [{"clock": {"steps": n}} for n in (3, 4)]
+    alike, unlike = kept("alike", 3, 3), kept("unlike", 3, 4)
+    assert restored(alike, "one") == steps[:1]
+    assert restored(unlike, "halves") == steps
+    with pytest.raises(CheckpointError, match="SGD.state has 'clock', of no parameter, and ranks"):
+        restored(unlike, "one")
