@@ -1,12 +1,14 @@
-"""Find custom autograd Functions whose backward does not scale with the gradient it is given.
+"""Find backwards whose gradients of micro-batches do not sum to that of the whole batch.
 
     backward(ctx, gradient):  return gradient, ctx.y * 1e-4       RWKV's penalty of large logits
+    nn.Embedding(words, width, scale_grad_by_freq=True)           a word's share of the micro-batch
 
 The loss of one of m micro-batches is 1 / m of the batch's, and so are the gradients that it sends
 back: but not those of such a backward, which are added m times. That is so too in one process that
 accumulates gradients, and a Function that clips gradients means no harm, so it is said.
 
-Each Function runs by itself, on made-up numbers and with two gradients, one twice the other.
+Each Function runs by itself, on made-up numbers and with two gradients, one twice the other. An
+embedding that divides by how often a word occurs says so in an argument.
 """
 
 from __future__ import annotations
@@ -23,21 +25,29 @@ from autopipe.rows.row_runs import ROWS, drawn, off
 MOST_BYTES = 2**28
 """Limit on the bytes of a Function's tensors on these rows."""
 
+_WHOLE = (
+    ": their sum may be another than the whole batch gives, as where one process accumulates "
+    "gradients; --micro-batches 1 --dp 1 leaves the batch whole"
+)
+
 CLOSE = 1e-3
 """Tolerance, as a share of the largest entry: it may compute in 16 bits inside."""
 
 
 def remark(graph: Graph) -> str | None:
-    """A line for the user that names the first such Function; None: there is none, or it raises on
-    made-up numbers, draws random ones, or is large."""
+    """A line for the user that names the first such op; None: there is none, or it is a Function
+    that raises on made-up numbers, draws random ones, or is large."""
     for node in graph.nodes:
+        if "embedding" in node.op and arguments(node).get("scale_grad_by_freq"):
+            return (
+                f"{node.place}: scale_grad_by_freq divides a word's gradient by how often its own "
+                f"micro-batch has the word{_WHOLE}"
+            )
         if node.op == FUNCTION_OP and not arguments(node)["random"] and _adds_a_whole(graph, node):
             name = str(arguments(node)["call"]).partition("(")[0].rpartition(".")[2]
             return (
                 f"{node.place}: the backward of {name} does not scale with the gradient that it "
-                "is given, which is a share of the whole batch's in each micro-batch: their sum "
-                "may be another than the whole batch gives, as where one process accumulates "
-                "gradients; --micro-batches 1 --dp 1 leaves the batch whole"
+                f"is given, which is a share of the whole batch's in each micro-batch{_WHOLE}"
             )
     return None
 

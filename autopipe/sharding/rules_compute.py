@@ -160,14 +160,17 @@ def convolution(op: Op) -> Iterator[Strategy]:
 
 @rule("embedding")
 def embedding(op: Op) -> Iterator[Strategy]:
-    """Shards of columns, of the vocabulary (words of other ranks give zeros), or of the indices."""
-    w, ids = op["weight"], op["indices"]
+    """Shards of columns, of the vocabulary (words of other ranks give zeros), or of the indices.
+
+    A gradient that is divided by how often each word occurs needs all words and all indices.
+    """
+    w, ids, apart = op["weight"], op["indices"], not op["scale_grad_by_freq"]
     for placement in op.shards(w):
         if placement.dim == 1:
             yield Strategy({w: placement}, S(len(op.made) - 1, placement.segments))
-        elif placement.segments == 1 and w in op.model.carrying and not op["scale_grad_by_freq"]:
+        elif placement.segments == 1 and w in op.model.carrying and apart:
             yield Strategy({w: placement}, P)
-    for placement in op.shards(ids):
+    for placement in op.shards(ids) if apart else ():
         yield Strategy({ids: placement}, placement)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from autopipe.rows import own_backwards
 from tests.support.autograd_functions import Double
@@ -87,6 +88,28 @@ def test_a_gradient_that_does_not_scale_is_named():
 )
 def test_one_that_does_is_not(function):
     assert remark(function) is None
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_divides_by_how_often_a_word_occurs(kind):
+    """Bug: micro-batches gave another gradient than the batch, and nothing said so."""
+
+    class Words(nn.Module):
+        def __init__(self, by_frequency):
+            super().__init__()
+            self.words = kind(5, 4, scale_grad_by_freq=by_frequency)
+
+        def forward(self, x):
+            return self.words(x).square().mean()
+
+    def remark_of(by_frequency):
+        def batch(rows):
+            return {"x": torch.arange(rows * 6).view(rows, 6) % 5}
+
+        return own_backwards.remark(trace_model(Words(by_frequency), batch).graph)
+
+    assert remark_of(False) is None
+    assert "scale_grad_by_freq divides a word's gradient by how often its own" in remark_of(True)
 
 
 def test_micro_batches_sum_to_another_gradient():

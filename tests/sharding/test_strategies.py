@@ -90,6 +90,11 @@ def looked_up(x: Tensor, w: Tensor) -> Tensor:
     return F.embedding(at, w, padding_idx=3)
 
 
+def looked_up_by_frequency(x: Tensor, w: Tensor) -> Tensor:
+    """Its gradient is divided by how often all rows together have each word."""
+    return F.embedding((x[:, :, 0, 0] > 0).long(), w, scale_grad_by_freq=True)
+
+
 def squared(x: Tensor) -> Tensor:
     square = x[..., :8]
     return square @ square
@@ -208,6 +213,7 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
     ),
     "embedding": ("embedding", looked_up, ((64, 8),), {"SIP", "SIS", "RSS"}),
     "uneven vocabulary": ("embedding", looked_up, ((67, 8),), {"SIP", "SIS", "RSS"}),
+    "embedding by frequency": ("embedding", looked_up_by_frequency, ((4, 8),), {"SIS"}),
     "cross_entropy": ("cross_entropy_loss", told_apart, (), {"SII"}),
     "ignored": ("cross_entropy_loss", lambda x: told_apart(x, ignore_index=2), (), {"SII"}),
     "summed": ("cross_entropy_loss", lambda x: told_apart(x, reduction="sum"), (), {"SII"}),
