@@ -34,7 +34,7 @@ HIDING = ("loss", "gradients", "buffers")
 """What the forward and backward of a stage compute; a norm is summed from these."""
 
 
-SOME = 3
+MOST_TIMES = 3
 """Up to so many times what 16 bits allow, a gradient's difference may be rounding. Without one of
 two micro-batches or ranks it would be off by more."""
 
@@ -47,7 +47,7 @@ def may_be_rounding(found: Comparison) -> bool:
         return False
     if found.plan.precision == "fp32":
         return all(math.isfinite(row.off) for row in wrong)
-    return all(row.what == "gradients" and row.off <= SOME * row.allowed for row in wrong)
+    return all(row.what == "gradients" and row.off <= MOST_TIMES * row.allowed for row in wrong)
 
 
 def second_look(found: Comparison, wider: Callable[[], Comparison]) -> Comparison:

@@ -143,7 +143,7 @@ def named_apart(name: str) -> str:
         handle.remove()
     if any(handle.hooks_dict_ref() for handle in handles):  # those of others, which stay
         return stepped_apart(optimizer_named(name))
-    return _kind_apart(kind_named(name))  # type: ignore[arg-type]  # hashed by its metaclass
+    return _kind_apart(kind_named(name))
 
 
 @cache

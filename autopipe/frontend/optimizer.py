@@ -52,10 +52,10 @@ def optimizer_named(optimizer: str | MakeOptimizer) -> MakeOptimizer:
     if callable(optimizer):
         return without_names(optimizer) if takes_names(optimizer) else optimizer
     kind = kind_named(optimizer)
-    return lambda parameters: kind(parameters)  # type: ignore[call-arg]
+    return lambda parameters: kind(parameters)
 
 
-def kind_named(name: str) -> type[torch.optim.Optimizer]:
+def kind_named(name: str) -> Callable[..., torch.optim.Optimizer]:
     """The optimizer class of this name in torch.optim, in whatever case.
 
     Raises:

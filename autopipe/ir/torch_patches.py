@@ -267,7 +267,7 @@ def not_compiling() -> Iterator[None]:
 
     def answered(question: Callable[[], bool]) -> bool:
         caller = sys._getframe(3)  # behind `_asking` and `_asked_instead`
-        refuses = caller.f_code.co_name == "nonrecursive_disable_wrapper"  # a trace, if asked so
+        refuses = caller.f_code.co_name == "nonrecursive_disable_wrapper"  # raises in a trace
         return is_torchs(caller) and not refuses and bool(own_of(question)())
 
     with ExitStack() as until, torch.compiler.set_stance("force_eager"):

@@ -9,8 +9,9 @@ torch's own refuses gradients on a CPU, where models are traced and checked, and
 Without a `score_mod` this is one `scaled_dot_product_attention`; else scores stand in memory, as in
 flex_attention's own eager mode (Dong et al. 2024, arXiv 2412.05496, section 3).
 
-A `score_mod` or a `mask_mod` is a function of numbers. It is called once, for all of them: its
-arguments are tensors [b or 1, heads or 1, queries or 1, keys or 1], which broadcast.
+A `score_mod` or a `mask_mod` is a function of numbers, which torch calls by `torch.vmap`; no trace
+goes through that. Here it is called once, for all of them: its arguments are tensors
+[b or 1, heads or 1, queries or 1, keys or 1], which broadcast.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Block
-from autopipe.ir.dataflow import Dataflow, analyse, obstacle, written_by
+from autopipe.ir.dataflow import Dataflow, analyse, gradient_values, obstacle, written_by
 from autopipe.ir.graph import REGION_OP, Graph, Node, Ref, State, Value, swap, values_in
 from autopipe.ir.torch_patches import seeing_grad_modes, seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import no_function_modes
@@ -146,7 +146,8 @@ def with_second_writes(
     """
     if not any(node.again for node in graph.nodes):
         return graph
-    flow, nested, tracked = analyse(graph), dict(sorted(reentrant)), _tracked(graph)
+    flow, nested, carrying = analyse(graph), dict(sorted(reentrant)), gradient_values(graph)
+    tracked = {p for p, node in enumerate(graph.nodes) if carrying & {*_results(node)}}
     trained = _trained(graph, tracked)
     buffers = {State(name) for name in assigned}
     copies = [n for n in graph.nodes if n.op == "aten.copy_.default" and n.args[0] in buffers]
@@ -209,7 +210,7 @@ def _written_after(flow: Dataflow, run: range) -> Iterator[Ref]:
     """
     for position in run:
         node = flow.graph.nodes[position]
-        for value in (Ref(node.name, n) for n in range(len(node.outputs))):
+        for value in _results(node):
             if max(flow.writers.get(value, ()), default=0) >= run.stop:
                 aliases = [v for v, root in flow.root.items() if root == value != v]
                 made_here = [v for v in aliases if flow.position(v) in run]
@@ -258,26 +259,20 @@ def _checkpoints(nodes: Sequence[Node], copies: Container[Node]) -> Iterator[ran
         yield range(first, len(nodes))
 
 
-def _tracked(graph: Graph) -> set[int]:
-    """The positions of the nodes that autograd tracks: something in them is trained."""
-    carrying: set[Value] = {State(name) for name, state in graph.states.items() if state.trainable}
-    found = set[int]()
-    for position, node in enumerate(graph.nodes):
-        if node.grad and node.op != "aten.detach.default" and carrying & set(node.values()):
-            found.add(position)
-            carrying |= {Ref(node.name, n) for n in range(len(node.outputs))}
-    return found
-
-
 def _trained(graph: Graph, tracked: Collection[int]) -> set[int]:
-    """Those of the tracked nodes through which a gradient of the loss goes."""
+    """The positions of the nodes, of those that autograd tracks, through which a gradient of the
+    loss goes."""
     needed, found = set(values_in(graph.outputs[:1])), set[int]()
     for position in sorted(tracked, reverse=True):
         node = graph.nodes[position]
-        if needed & {Ref(node.name, n) for n in range(len(node.outputs))}:
+        if needed & {*_results(node)}:
             found.add(position)
             needed |= set(node.values())
     return found
+
+
+def _results(node: Node) -> Iterator[Ref]:
+    return (Ref(node.name, number) for number in range(len(node.outputs)))
 
 
 def _check_second(flow: Dataflow, node: Node, state: State, rest: range, whole: bool) -> None:

@@ -92,7 +92,7 @@ def test_an_optimizer_of_torch_is_measured_once(monkeypatch: pytest.MonkeyPatch)
     steps: list[object] = []
 
     class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # SGD's has overloads
             steps.append(super().step(closure))
 
     monkeypatch.setattr(torch.optim, "SGD", Counting)

@@ -134,7 +134,7 @@ class Clocked(torch.optim.Optimizer):
         self.kept = kept
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it has overloads
         states: Any = self.state
         states.setdefault("clock", {"steps": 0})["steps"] += 1
         for parameter in self.param_groups[0]["params"]:
