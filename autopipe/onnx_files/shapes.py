@@ -278,16 +278,12 @@ def _largest(node: NodeOf, inputs: Sequence[Value]) -> Value:
 
 
 def _top(node: NodeOf, inputs: Sequence[Value]) -> tuple[Tensor, ...]:
-    count = int(ints(node, inputs[1])[0])
-    return tuple(
-        torch.topk(
-            as_tensor(inputs[0]),
-            count,
-            node.get("axis", -1),
-            bool(node.get("largest", 1)),
-            bool(node.get("sorted", 1)),
-        )
+    """The largest entries; of equal ones the first come first, which torch.topk leaves open."""
+    count, dim = int(ints(node, inputs[1])[0]), node.get("axis", -1)
+    found = torch.sort(
+        as_tensor(inputs[0]), dim=dim, descending=bool(node.get("largest", 1)), stable=True
     )
+    return tuple(part.narrow(dim, 0, count) for part in found)
 
 
 SHAPES: dict[str, Function] = {

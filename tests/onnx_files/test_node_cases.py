@@ -35,7 +35,6 @@ SLOW = {"averagepool", "lppool", "maxpool"}
 OTHERWISE = {
     "gather_negative_indices": "tokens of an embedding do not count from the end; torch says so",
     "training_dropout": "torch draws other numbers",
-    "top_k_same_values": "of equal entries torch may take another one",
     "reduce_max_empty_set": "torch has no largest entry of none, and says so",
     "reduce_min_empty_set": "torch has no smallest entry of none, and says so",
 }
