@@ -112,6 +112,7 @@ def onnx_stage(
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             _without_reads(part)
+            _attention_in_order(part)
     gives = [str(ref) for ref in stage.outgoing]
     if last:  # an input and an output may both be called 0
         gives += [f"output.{path}" if path in graph.inputs else path for path in trace.outputs]
@@ -136,6 +137,24 @@ def _without_reads(module: fx.GraphModule) -> None:
     """Leave out the marks of values that Python read: nobody checks them here."""
     for node in module.graph.find_nodes(op="call_function", target=resolve(READ_OP)):
         module.graph.erase_node(node)
+    module.recompile()
+
+
+def _attention_in_order(module: fx.GraphModule) -> None:
+    """Lay an attention's result out in memory as its dims are ordered.
+
+    On a CPU it lies as [rows, tokens, heads, width], so that torch.export writes the reshape behind
+    it as a view. torch's exporter to ONNX takes it for contiguous, and refuses that view.
+    """
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    for node in module.graph.find_nodes(op="call_function", target=attention):
+        with module.graph.inserting_after(node):
+            ordered = module.graph.call_function(
+                torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+            )
+        for user in [*node.users]:
+            if user is not ordered:
+                user.replace_input_with(node, ordered)
     module.recompile()
 
 
