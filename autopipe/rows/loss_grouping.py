@@ -9,7 +9,8 @@
 Neither the model nor its weights are needed. The results of the last ops with parameters are
 replaced by random values, drawn once for all rows, and each half gets its rows of them. The rest is
 computed on the example's labels and masks, and on such as leave some out where these do not, in
-float64, so that rounding cannot explain a difference.
+float64, so that rounding cannot explain a difference. Where that takes much memory, as logits of
+many tokens and words do, it is the loss of rows with fewer tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 
 from autopipe.errors import ModelError
-from autopipe.frontend import batch
+from autopipe.frontend import batch, row_length
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.user_lines import begins
 from autopipe.ir.dataflow import Dataflow, analyse
@@ -39,6 +40,10 @@ from autopipe.util.progress import Say
 
 MOST_BYTES = 2**28
 """Limit on the bytes of all values between the random ones and the loss: about a second's work."""
+
+BYTES_OF_FEW, MOST_BYTES_OF_FEW = 2**26, 2**30
+"""Bytes for which rows get fewer tokens; and the limit for them, since eight tokens are the fewest:
+of 262,144 words they take five times as much."""
 
 MOST_DRAWS = 16
 """Draws of small values: the mean of two of four rows is often that of one of each half."""
@@ -56,8 +61,20 @@ ALIKE = 1e-4
 """Tolerance for shares, quotients of differences: a loss that runs as it is gives 32 bits."""
 
 
+Short: TypeAlias = tuple[Trace, Callable[[int], Any]]
+"""The model traced for rows of few tokens, and what makes a batch of given rows of them."""
+
+Fewer: TypeAlias = Callable[[int], Short]
+"""Gives that for rows of so many tokens."""
+
+
 def check(
-    traced: Trace, example: Callable[[int], Any], loss: Loss | None, loss_over: str, say: Say
+    traced: Trace,
+    example: Callable[[int], Any],
+    loss: Loss | None,
+    loss_over: str,
+    say: Say,
+    fewer: Fewer | None = None,
 ) -> None:
     """Refuse a loss whose value depends on how rows are grouped, unless `loss_over` allows it.
 
@@ -66,6 +83,7 @@ def check(
         loss: the user's loss function, with which the trace ends.
         loss_over: "rows", "micro-batch" or "batch".
         say: receives the reason if the loss could not be checked; its own exceptions are raised.
+        fewer: is asked for a loss whose last part takes much memory; None: there are no tokens.
 
     Raises:
         ModelError: names both values and what the loss does; or the loss is a sum and a count over
@@ -81,17 +99,28 @@ def check(
         return
     if loss_over == OVER_BATCH:
         return
-    found = _why_unchecked(traced, example, loss)
+    found = _why_unchecked(traced, example, loss, fewer, MOST_BYTES)
     if found is not None:
         say(f"loss: not compared with that of half the rows: {found}")
 
 
-def _why_unchecked(traced: Trace, example: Callable[[int], Any], loss: Loss | None) -> str | None:
+def _why_unchecked(
+    traced: Trace,
+    example: Callable[[int], Any],
+    loss: Loss | None,
+    fewer: Fewer | None,
+    most: int,
+) -> str | None:
     """The reason why a loss could not be checked; None if it was."""
     labels = label_counts(traced.graph)
     tail = _tail(analyse(labels.beside(traced.graph) if labels is not None else traced.graph))
     needed = sum(tail.bytes(node) for node in tail.nodes)
-    if needed > MOST_BYTES:
+    if needed > most:
+        # A mean over labels is known by its ops, and needs no second trace.
+        asked = fewer if labels is None or labels.terms else None
+        short = asked and _of_fewer_tokens(asked, traced, BYTES_OF_FEW / needed)
+        if short:
+            return _why_unchecked(*short, loss, None, MOST_BYTES_OF_FEW)
         return f"at {ROWS} rows its last part takes {needed / 2**20:.0f} MiB"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the same batch each time, and so the same answer
@@ -114,6 +143,15 @@ def _why_unchecked(traced: Trace, example: Callable[[int], Any], loss: Loss | No
         # A run looks at masks that leave unequally many labels.
         if unequal is not None and not (holes_text and _uneven(unequal[0], labels)):
             raise _refusal(*unequal, labels, tail.nodes[-1].place or begins(loss), holes_text)
+    return None
+
+
+def _of_fewer_tokens(fewer: Fewer, traced: Trace, share: float) -> Short | None:
+    """What `fewer` gives for about this share of a row's tokens; None: the model takes no fewer."""
+    tokens = row_length.length_of(traced.inputs) or 0
+    some = max(row_length.SHORTEST, int(tokens * share))
+    with suppress(ModelError):
+        return fewer(some) if some < tokens else None
     return None
 
 

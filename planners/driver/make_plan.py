@@ -24,6 +24,7 @@ from autopipe.frontend.least_rows import least_rows, or_two
 from autopipe.frontend.loss import Loss, check_trained
 from autopipe.frontend.measured_optimizer import measured_on, optimizer_factor
 from autopipe.frontend.optimizer import MakeOptimizer
+from autopipe.frontend.row_length import at_length
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.planfile.contents import BATCH, ROWS, Plan, signed
@@ -46,6 +47,7 @@ from autopipe.rows.one_row import same_with_one_row
 from autopipe.stages.bind import check_runs
 from autopipe.stages.loss_cut import cut_loss
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
+from autopipe.tracing.symbolic_sequence import shorter
 from autopipe.tracing.trace import Trace
 from autopipe.util.gc_pause import resting
 from autopipe.util.progress import Say, phase
@@ -270,7 +272,8 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
         batch_of = examples(inputs, example, specs)
         whole_loss, fingerprinted, if_cut = None, trace.graph, tuple[str, ...]()
         if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
-            loss_grouping.check(trace, batch_of, request.loss, request.loss_over, say)
+            fewer = partial(_of_fewer_tokens, request, example, specs)
+            loss_grouping.check(trace, batch_of, request.loss, request.loss_over, say, fewer)
             mixing = row_mixing.remark(trace, batch_of)
             others = (of.remark(trace.graph) for of in (moved_states, own_backwards))
             if_cut = tuple(line for line in (mixing, *others) if line)
@@ -288,6 +291,18 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
     traced = replace(traced, whole=whole_loss, offload=offload, if_cut=if_cut)
     say(f"traced: {traced}")
     return traced
+
+
+def _of_fewer_tokens(
+    request: PlanRequest, example: Any, specs: Sequence[InputSpec], tokens: int
+) -> loss_grouping.Short:
+    """The model traced for rows of so many tokens, and what makes a batch of them."""
+
+    def batch_of(rows: int) -> Any:
+        return shorter(examples(request.inputs, example, specs)(rows), specs, tokens)
+
+    loss, kept, short = request.loss, request.sixteen_bits, at_length(specs, tokens)
+    return trace_source(request.model, batch_of(2), short, loss, kept=kept), batch_of
 
 
 def _traced(

@@ -8,7 +8,9 @@ from torch.nn import functional as F
 import autopipe
 from autopipe import Plan, SumCount
 from autopipe.errors import AutopipeError, ModelError
+from autopipe.planners.driver import make_plan
 from autopipe.rows import loss_grouping
+from autopipe.tracing import source as tracing
 from autopipe.util import codec
 from tests.support.inprocess import machine
 from tests.support.shell import LINE, changed
@@ -327,6 +329,55 @@ def test_what_is_too_large_to_be_tried_is_said(monkeypatch):
     assert checked(FINE["mean over rows"]) == [
         "loss: not compared with that of half the rows: at 4 rows its last part takes 0 MiB"
     ]
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens))
+
+
+def summed(outputs, batch):
+    return F.cross_entropy(outputs.flatten(0, 1), batch["tokens"].flatten(), reduction="sum")
+
+
+def counted(outputs, batch):
+    return F.cross_entropy(outputs.flatten(0, 1), batch["tokens"].flatten())
+
+
+def root_of_rows(outputs, batch):
+    return outputs.square().sum((1, 2)).sqrt().mean()
+
+
+def test_what_is_too_large_is_tried_on_fewer_tokens(monkeypatch):
+    """Bug: of a model with many words and tokens no loss was tried, a sum over rows was planned."""
+
+    def words(rows):
+        return {"tokens": torch.arange(rows * 32).view(rows, 32) % WIDTH}
+
+    def traced(model, example, *args, **how):
+        lengths.append(example["tokens"].shape[1])
+        return tracing.trace_source(model, example, *args, **how)
+
+    def planned(loss):
+        """The lengths that the model is traced for; as for other tests, but not from memory."""
+        lengths.clear()
+        autopipe.plan(
+            Words, words, loss=loss, cluster=machine(2), batch_size=8, pp=2, micro_batches=2
+        )
+        return lengths
+
+    lengths: list[int] = []
+    monkeypatch.setattr(make_plan, "trace_source", traced)
+    monkeypatch.setattr(loss_grouping, "MOST_BYTES", 8000)
+    monkeypatch.setattr(loss_grouping, "BYTES_OF_FEW", 4000)
+    assert planned(root_of_rows) == [32, 10]
+    assert planned(counted) == [32]  # a mean over labels is known without it
+    with pytest.raises(ModelError, match="it is a sum over rows"):
+        planned(summed)
 
 
 def test_each_micro_batchs_own_loss_may_be_asked_for():
