@@ -32,7 +32,7 @@ from autopipe.planners.model.devices import machine_of
 from autopipe.planners.model.estimate import PipelineDegrees
 from autopipe.planners.model.places import chunks_of
 from autopipe.planners.model.problem import EAGER, Config, Constraints, Problem
-from autopipe.planners.search.best import Answer
+from autopipe.planners.search.best import Answer, Known
 from autopipe.planners.search.bound import bounds
 from autopipe.planners.search.registry import PLANNERS
 from autopipe.rewriting.for_gpus import for_gpus
@@ -58,6 +58,7 @@ class Candidate:
     timed: Problem = field(repr=False)
     watch: Stopwatch = field(repr=False)
     _counted: Profiled | None = field(default=None, init=False, repr=False)
+    _known: Known = field(default_factory=dict, init=False, repr=False)
 
     def __str__(self) -> str:
         """tp=2: 41 units, micro-batches of 1 to 8 rows on 4 tensor-parallel groups"""
@@ -113,14 +114,15 @@ class Candidate:
         """The answer of the planner that was asked for.
 
         Args:
-            problem: the counted problem, or a stricter one.
+            problem: the counted problem, or one with less room (`Problem.beyond`).
             incumbents, mesh: as for `best_answer`.
 
         Raises:
             InfeasibleError: nothing fits, or (Outdone) nothing that can be among the best two.
         """
         with self.watch("search"):
-            return PLANNERS[self.job.request.planner](problem, incumbents, mesh)
+            planner = PLANNERS[self.job.request.planner]
+            return planner(problem, incumbents, mesh, self._known)
 
 
 def candidate_at(job: Job, tp: int, watch: Stopwatch) -> Candidate:

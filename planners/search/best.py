@@ -38,6 +38,13 @@ Choice = Callable[[Problem, Config], Decision]
 Fitting = Callable[[Problem, Config], Decision | None]
 """A choice, or one that may say that nothing fits."""
 
+Known = dict[tuple[Config, int | None], Scored | None]
+"""What a choice found in each config, and with how many bytes that it might not use; None: as if
+devices held everything. It holds for a problem and all that differ in `Problem.beyond` alone."""
+
+Look = Callable[[Config], Scored | None]
+"""What a choice finds in a config; None: nothing fits."""
+
 MOST_TRIED = 24
 """Configs that are searched a second time, as if memory had no limit, to say what it costs."""
 
@@ -90,6 +97,7 @@ def best_answer(
     fitting: Fitting | None = None,
     heuristic: str | None = None,
     thorough: bool = False,
+    known: Known | None = None,
 ) -> Answer:
     """Choose in every config that may win and return the best, with its reasons.
 
@@ -102,6 +110,7 @@ def best_answer(
         heuristic: the planner's name if `choice` is not optimal in every config; an optimal one
             makes the answer its own bound.
         thorough: whether to try configs that are known to have too little room.
+        known: what earlier searches found; what this one finds is added.
 
     Raises:
         Outdone: there are incumbents, and nothing that fits can be as fast.
@@ -110,11 +119,13 @@ def best_answer(
     least = bounds(problem)
     if mesh is not None:
         least = {config: seconds for config, seconds in least.items() if config[:2] == mesh}
-    looked = _tried(problem, choice, least, 2, incumbents, thorough)
+    known = {} if known is None else known
+    look = _look(problem, choice, known)
+    looked = _tried(problem, look, least, 2, incumbents, thorough)
     alone = (1, max((config.dp for config in least if config.pp == 1), default=0))
     if problem.tp == 1 or not incumbents:
         rest = {f: least[f] for f in least if f[:2] == alone and f not in looked.scored}
-        looked = looked.and_of(_tried(problem, choice, rest, 1, (), thorough))
+        looked = looked.and_of(_tried(problem, look, rest, 1, (), thorough))
     scored, free = looked.scored, least
     least = {**least, **looked.too_slow}  # in their order
     best = _best(least, scored)
@@ -125,16 +136,17 @@ def best_answer(
     if best is None and incumbents:
         raise Outdone(next_up, beyond, plain)
     if best is None:
-        near = _near_to_fitting(problem, choice, looked)
+        near = _near_to_fitting(problem, look, looked)
         in_order = sorted(least, key=lambda config: least[config])
         every = [near[config] for config in in_order if config in near]
         changes = Relaxations(problem, lambda changed: fastest(changed, fitting or choice))
         raise reasons.nothing_fits(problem, every, changes, heuristic)
     for config in _nearest_of_rest(looked, untried):
-        scored[config] = _score(problem, choice(problem, config))
+        scored[config] = _found(look, config)
     step = best.estimate.step_seconds
     wins = step <= min(incumbents, default=math.inf)
-    roomy = _without_limit(problem, choice, free, step) if wins else None
+    every_room = _look(limitless(problem), choice, known, limited=False)
+    roomy = _without_limit(every_room, free, step) if wins else None
     return Answer(
         decision=best.decision,
         estimate=best.estimate,
@@ -166,7 +178,27 @@ def fastest(problem: Problem, fitting: Fitting) -> Scored | None:
         InfeasibleError: the constraints contradict each other.
     """
     least = bounds(problem)
-    return _best(least, _tried(problem, fitting, least, 1).scored)
+    return _best(least, _tried(problem, _look(problem, fitting, {}), least, 1).scored)
+
+
+def _look(problem: Problem, choice: Fitting, known: Known, *, limited: bool = True) -> Look:
+    """Choose in a config, once for so many bytes that it may not use."""
+
+    def look(config: Config) -> Scored | None:
+        key = config, problem.seen_beyond(config) if limited else None
+        if key not in known:
+            decision = choice(problem, config)
+            known[key] = None if decision is None else _score(problem, decision)
+        return known[key]
+
+    return look
+
+
+def _found(look: Look, config: Config) -> Scored:
+    """What a choice proper finds: a decision in every config."""
+    found = look(config)
+    assert found is not None, "a choice returns a decision that does not fit if there is no other"
+    return found
 
 
 def _best(every: Iterable[Config], scored: Mapping[Config, Scored]) -> Scored | None:
@@ -198,7 +230,7 @@ class _Looked(NamedTuple):
 
 def _tried(
     problem: Problem,
-    choice: Fitting,
+    look: Look,
     least: Mapping[Config, float],
     meshes: int,
     incumbents: Sequence[float] = (),
@@ -223,10 +255,9 @@ def _tried(
                 else:
                     too_slow[config] = longest
                 continue
-            decision = choice(problem, config)
-            if decision is None:
+            found = look(config)
+            if found is None:
                 continue
-            found = _score(problem, decision)
             scored[config] = found
             if found.estimate.fits:
                 step = found.estimate.step_seconds
@@ -244,7 +275,7 @@ def out_of_the_best_two(seconds: float, incumbents: Sequence[float]) -> bool:
     return seconds > _slowest(incumbents, 2) * (1 + TOLERANCE)
 
 
-def _near_to_fitting(problem: Problem, choice: Choice, looked: _Looked) -> Mapping[Config, Scored]:
+def _near_to_fitting(problem: Problem, look: Look, looked: _Looked) -> Mapping[Config, Scored]:
     """If nothing fits: the configs nearest to fitting, and others that were searched.
 
     For DeepSeek-V3 on 128 H100, with 4 tensor-parallel ranks, none of 7186 configs has room. A
@@ -254,7 +285,7 @@ def _near_to_fitting(problem: Problem, choice: Choice, looked: _Looked) -> Mappi
     lacking = min((scored.estimate.overflow for scored in near.values()), default=None)
     for config in sorted(looked.too_full, key=lambda config: looked.too_full[config]):
         if lacking is None or not ruled_out(problem, config, more=lacking):
-            near[config] = scored = _score(problem, choice(problem, config))
+            near[config] = scored = _found(look, config)
             lacks = scored.estimate.overflow
             lacking = lacks if lacking is None else min(lacks, lacking)
     return near
@@ -270,19 +301,18 @@ def _nearest_of_rest(looked: _Looked, untried: Iterable[Config]) -> Iterable[Con
     return nearest.values()
 
 
-def _without_limit(
-    problem: Problem,
-    choice: Choice,
-    least: Mapping[Config, float],
-    step: float,
-) -> Scored | None:
-    """The best decision if devices held everything, if that is visibly faster than `step`."""
-    roomy, best = limitless(problem), None
+def _without_limit(look: Look, least: Mapping[Config, float], step: float) -> Scored | None:
+    """The best decision if devices held everything, if that is visibly faster than `step`.
+
+    Args:
+        look: of the problem without a limit.
+    """
+    best = None
     order = sorted(least, key=lambda config: least[config])
     for config in order[:MOST_TRIED]:
         if least[config] >= step * (1 - VISIBLE):
             break
-        scored = _score(roomy, choice(roomy, config))
+        scored = _found(look, config)
         if scored.estimate.step_seconds < step * (1 - VISIBLE):
             best, step = scored, scored.estimate.step_seconds
     return best

@@ -45,7 +45,7 @@ from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.model.range_tables import Ranges, Tables, tables
 from autopipe.planners.model.recompute_sets import KeptLess, RecomputeSets, chosen
 from autopipe.planners.search import best as answer
-from autopipe.planners.search.best import Answer, best_answer
+from autopipe.planners.search.best import Answer, Known, best_answer
 from autopipe.planners.search.descent import Arc, Array, GroupsUsed, Layers, StagePath, best_path
 from autopipe.planners.search.descent import fastest as fastest_path
 from autopipe.planners.search.device_orders import Classes, classes
@@ -75,7 +75,10 @@ STEP = Objective()
 
 
 def dynamic(
-    problem: Problem, incumbents: Sequence[float] = (), mesh: PipelineDegrees | None = None
+    problem: Problem,
+    incumbents: Sequence[float] = (),
+    mesh: PipelineDegrees | None = None,
+    known: Known | None = None,
 ) -> Answer:
     """Plan exactly, where each rank has one stage; where it has several, each stage gets an equal
     share of its device and the devices stand in rank order, and what only other shares or another
@@ -87,7 +90,9 @@ def dynamic(
     Raises:
         InfeasibleError: no plan fits; the message carries the one that comes nearest.
     """
-    return best_answer(problem, choose, incumbents=incumbents, mesh=mesh, fitting=optimum)
+    return best_answer(
+        problem, choose, incumbents=incumbents, mesh=mesh, known=known, fitting=optimum
+    )
 
 
 def fastest(problem: Problem) -> Scored | None:

@@ -29,7 +29,7 @@ from autopipe.planners.model.recompute_sets import KeptLess
 from autopipe.planners.model.stage_costs import StageSeconds, stage_work
 from autopipe.planners.model.step_formula import floor_seconds, step_seconds, weights
 from autopipe.planners.model.transfers import arriving
-from autopipe.planners.search.best import Answer, best_answer
+from autopipe.planners.search.best import Answer, Known, best_answer
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.descent import TOLERANCE
 from autopipe.planners.search.device_orders import classes, orders
@@ -48,7 +48,10 @@ Blocks = tuple[Again, ...]
 
 
 def exhaustive(
-    problem: Problem, incumbents: Sequence[float] = (), mesh: PipelineDegrees | None = None
+    problem: Problem,
+    incumbents: Sequence[float] = (),
+    mesh: PipelineDegrees | None = None,
+    known: Known | None = None,
 ) -> Answer:
     """Plan by scoring every candidate.
 
@@ -73,7 +76,9 @@ def exhaustive(
             f"{MOST:,} of {MOST_SETS:,}",
             hint="the planner `dynamic` finds the same optimum; or fix pp, dp and micro_batches",
         )
-    return best_answer(problem, _choose, incumbents=incumbents, mesh=mesh, thorough=True)
+    return best_answer(
+        problem, _choose, incumbents=incumbents, mesh=mesh, known=known, thorough=True
+    )
 
 
 def every_turns(problem: Problem, config: Config) -> Decision | None:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from autopipe.planners.model.estimate import PipelineDegrees
 from autopipe.planners.model.problem import Config, Decision, Problem
-from autopipe.planners.search.best import Answer
+from autopipe.planners.search.best import Answer, Known
 from autopipe.planners.search.dynamic import dynamic
 from autopipe.planners.search.exhaustive import every_turns, exhaustive
 from autopipe.planners.search.in_turns import improved, optimum
@@ -27,6 +27,7 @@ class Planner(Protocol):
         incumbents: step seconds found for other problems (`best.best_answer`): decisions that
             cannot be among the best two are left out.
         mesh: the one mesh to try; None: all.
+        known: what earlier searches found in each config, for `best.best_answer`.
     """
 
     def __call__(
@@ -34,6 +35,7 @@ class Planner(Protocol):
         problem: Problem,
         incumbents: Sequence[float] = (),
         mesh: PipelineDegrees | None = None,
+        known: Known | None = None,
     ) -> Answer: ...
 
 
@@ -49,8 +51,9 @@ class _WithTurns:
         problem: Problem,
         incumbents: Sequence[float] = (),
         mesh: PipelineDegrees | None = None,
+        known: Known | None = None,
     ) -> Answer:
-        answer = self.planner(problem, incumbents, mesh)
+        answer = self.planner(problem, incumbents, mesh, known)
         return improved(problem, answer, self.choose, mesh)
 
 

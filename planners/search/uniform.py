@@ -21,18 +21,23 @@ from collections.abc import Sequence
 from autopipe.planners.model.estimate import PipelineDegrees, settle
 from autopipe.planners.model.places import stages_of
 from autopipe.planners.model.problem import Config, Decision, Problem
-from autopipe.planners.search.best import Answer, best_answer
+from autopipe.planners.search.best import Answer, Known, best_answer
 
 
 def uniform(
-    problem: Problem, incumbents: Sequence[float] = (), mesh: PipelineDegrees | None = None
+    problem: Problem,
+    incumbents: Sequence[float] = (),
+    mesh: PipelineDegrees | None = None,
+    known: Known | None = None,
 ) -> Answer:
     """Plan by equal shares of blocks.
 
     Raises:
         InfeasibleError: no mesh and number of micro-batches fits with such cuts.
     """
-    return best_answer(problem, _choose, incumbents=incumbents, mesh=mesh, heuristic="uniform")
+    return best_answer(
+        problem, _choose, incumbents=incumbents, mesh=mesh, known=known, heuristic="uniform"
+    )
 
 
 def _choose(problem: Problem, config: Config) -> Decision:
