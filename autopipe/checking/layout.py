@@ -18,10 +18,9 @@ from torch import Tensor
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Place
-from autopipe.planfile.placements import I, Sharding
-from autopipe.runtime.parameters.row_shards import own_rows
+from autopipe.planfile.placements import I, Sharding, own_rows
 from autopipe.schedules.instructions import holders
-from autopipe.sharding.collectives import own_part
+from autopipe.sharding.collectives import in_rows, own_part
 from autopipe.sharding.local_graph import replicated
 from autopipe.sharding.plan_io import read_back
 
@@ -68,15 +67,14 @@ class RankLayout:
             return part
         if name in self.frozen and not self.plan.fully_sharded:
             return part
-        part = part if part.ndim else part.view(1)  # a scalar is one row
         if self.plan.scatters:
-            return part[slice(*own_rows(len(part), mesh.dp, place.dp))]
+            return in_rows(part, own_rows(part.shape, mesh.dp, place.dp))
         having = zip(self.plan.stages, self.placed, strict=True)
         sharing = sorted({rank for stage, rank in having if name in stage.parameters})
         ranks, position = len(sharing) * mesh.dp, sharing.index(place.pp) * mesh.dp + place.dp
         if name in self.partial:
             ranks, position = ranks * mesh.tp, position * mesh.tp + place.tp
-        return part[slice(*own_rows(len(part), ranks, position))]
+        return in_rows(part, own_rows(part.shape, ranks, position))
 
     def whole(self, name: str, like: Tensor, parts: Iterable[tuple[Place, Tensor]]) -> Tensor:
         """A parameter or gradient as large as `like`, from the parts that ranks' optimizers have.

@@ -40,6 +40,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -129,6 +130,43 @@ def part(size: int, ranks: int, rank: int) -> tuple[int, int]:
     most = -(-size // ranks)
     begin = min(rank * most, size)
     return begin, min(most, size - begin)
+
+
+class OwnRows(NamedTuple):
+    """What a rank has of a tensor under ZeRO: the entries [first, last) of one dim."""
+
+    dim: int
+    first: int
+    last: int
+
+    @property
+    def length(self) -> int:
+        """So many entries of `dim`."""
+        return self.last - self.first
+
+    def strided(self, shape: Sequence[int]) -> bool:
+        """Whether they lie in several pieces in a contiguous tensor of this shape."""
+        return prod(shape[: self.dim]) > 1
+
+    def elements(self, shape: Sequence[int]) -> int:
+        """So many elements of a tensor of this shape."""
+        return prod((*shape[: self.dim], self.length, *shape[self.dim + 1 :]))
+
+
+def own_rows(shape: Sequence[int], ranks: int, rank: int) -> OwnRows:
+    """A rank's rows of a tensor: entries of the first dim that has one for each rank, else of the
+    first dim; a scalar is one row.
+
+    Experts are stacked, [8, 14336, 4096]: by their first dim only 8 of 64 ranks would have any.
+
+    >>> [own_rows((5, 2), 3, rank) for rank in range(2)]
+    [OwnRows(dim=0, first=0, last=2), OwnRows(dim=0, first=2, last=4)]
+    >>> own_rows((8, 14336, 4096), 64, 1)
+    OwnRows(dim=1, first=224, last=448)
+    """
+    dim = next((dim for dim, size in enumerate(shape) if size >= ranks), 0)
+    begin, count = part(shape[dim] if shape else 1, ranks, rank)
+    return OwnRows(dim, begin, begin + count)
 
 
 def pieces_of(size: int, placement: Placement, ranks: int, rank: int) -> list[tuple[int, int]]:

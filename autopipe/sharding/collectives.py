@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from autopipe.planfile.placements import Placement, parse, part, pieces_of
+from autopipe.planfile.placements import OwnRows, Placement, parse, part, pieces_of
 
 TENSOR_PARALLEL = "tp"
 """The name of the tensor-parallel axis."""
@@ -191,6 +191,11 @@ def _shape(x: Tensor, placement: Placement, ranks: int, rank: int) -> list[int]:
     pieces = pieces_of(shape[placement.dim], placement, ranks, rank)
     shape[placement.dim] = sum(length for _, length in pieces)
     return shape
+
+
+def in_rows(whole: Tensor, rows: OwnRows) -> Tensor:
+    """A view of some rows of a tensor; a scalar is one row."""
+    return (whole if whole.ndim else whole.view(1)).narrow(rows.dim, rows.first, rows.length)
 
 
 def own_part(x: Tensor, placement: Placement, ranks: int, rank: int) -> Tensor:

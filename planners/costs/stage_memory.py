@@ -7,14 +7,15 @@ passing    bytes of gradients that come and go
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopipe.ir.graph import Dim, Graph, bytes_at
+from autopipe.ir.graph import Dim, Graph, StateSpec, bytes_at
 from autopipe.ir.partition import Stage
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import BUCKET_BYTES, Memory
-from autopipe.planfile.placements import Sharding
+from autopipe.planfile.placements import Sharding, own_rows
 from autopipe.planners.model.memory import scattered_bytes
 from autopipe.schedules.instructions import Kind
 from autopipe.sharding.local_graph import replicated
@@ -72,8 +73,14 @@ def memory(
     held = shards if plan.zero == 3 else sizes
     updated = shards if plan.zero else sizes
     mastered = {name for name, state in states.items() if state.master is not None}
+    beside = [  # shards that are no views: see `runtime.parameters.row_shards`
+        name
+        for name in trained
+        if plan.zero in (1, 2) and name not in mastered and _strided(states[name], over[name])
+    ]
     return Memory(
-        parameters=sum((updated if n in mastered else held)[n] for n in parameters),
+        parameters=sum((updated if n in mastered else held)[n] for n in parameters)
+        + sum(shards[name] for name in beside),
         gradients=sum(
             shards[name] if plan.scatters else bytes_at(states[name].summed, 1) for name in trained
         ),
@@ -88,8 +95,15 @@ def memory(
 
 def share_of(shape: Sequence[Dim], size: int, ranks: int) -> int:
     """Bytes of a parameter's rows on the first of a number of ranks."""
-    rows = int(shape[0]) if shape else 1
-    return -(-rows // ranks) * size // rows if rows else 0
+    sizes = [int(dim) for dim in shape]
+    elements = math.prod(sizes)
+    return own_rows(sizes, ranks, 0).elements(sizes) * size // elements if elements else 0
+
+
+def _strided(state: StateSpec, ranks: int) -> bool:
+    """Whether a rank's rows of a parameter lie in several pieces."""
+    shape = [int(dim) for dim in state.spec.shape]
+    return own_rows(shape, ranks, 0).strided(shape)
 
 
 def passing(

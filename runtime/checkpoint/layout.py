@@ -21,7 +21,7 @@ from math import prod
 from torch import Tensor
 
 from autopipe.ir.graph import shape_at
-from autopipe.planfile.placements import I, Placement, R, pieces_of
+from autopipe.planfile.placements import I, OwnRows, Placement, R, pieces_of
 from autopipe.runtime.parameters.hold import HeldParameters
 from autopipe.runtime.parameters.model_states import ModelStates, in_state_dict
 from autopipe.runtime.parameters.part import RankPart
@@ -95,21 +95,23 @@ def pieces_of_rank(shape: Shape, placement: Placement, ranks: int, rank: int) ->
     return _filled(pieces)
 
 
-def rows_of(pieces: Iterable[Piece], first: int, last: int) -> tuple[Piece, ...]:
-    """The pieces of the rows [first, last) of a rank's own tensor, cut from the tensor's pieces.
+def rows_of(pieces: Iterable[Piece], rows: OwnRows) -> tuple[Piece, ...]:
+    """The pieces of some rows of a rank's own tensor, cut from the tensor's pieces.
 
-    >>> [piece.whole for piece in rows_of(pieces_of_rank((8,), Placement("S", 0, 2), 2, 1), 2, 4)]
+    >>> every = pieces_of_rank((8,), Placement("S", 0, 2), 2, 1)
+    >>> [piece.whole for piece in rows_of(every, OwnRows(0, 2, 4))]
     [(6,)]
     """
     cut = []
+    dim, first, last = rows
     for piece in pieces:
-        begin = max(piece.own[0], first)
-        end = min(piece.own[0] + piece.shape[0], last)
+        begin = max(piece.own[dim], first)
+        end = min(piece.own[dim] + piece.shape[dim], last)
         cut.append(
             Piece(
-                _with(piece.whole, 0, piece.whole[0] + begin - piece.own[0]),
-                _with(piece.own, 0, begin - first),
-                _with(piece.shape, 0, max(0, end - begin)),
+                _with(piece.whole, dim, piece.whole[dim] + begin - piece.own[dim]),
+                _with(piece.own, dim, begin - first),
+                _with(piece.shape, dim, max(0, end - begin)),
             )
         )
     return _filled(cut)
@@ -134,7 +136,7 @@ def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[
         shape = shape_at(spec.spec, 1) or (1,)
         cut = pieces_of_rank(shape, placement, mesh.tp, part.place.tp)
         if name in rows:
-            cut = rows_of(cut, *rows[name])
+            cut = rows_of(cut, rows[name])
         tensor = own.unused[name] if alone else shards.get(name, own.states[name])
         data = tensor.detach().view(1) if tensor.ndim == 0 else tensor.detach()
         local = name in own.written and name not in rows

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopipe.planfile.placements import OwnRows
 from autopipe.runtime.parameters.buckets import (
     Bucket,
     BucketQueue,
@@ -48,8 +49,8 @@ class Gradients(Protocol):
     `zero1.OptimizerShards`, `zero2.GradientShards` and `zero3.ParameterShards` for shards."""
 
     @property
-    def rows(self) -> Mapping[str, tuple[int, int]]:
-        """The rows [first, last) that are this rank's, of each parameter that is sharded."""
+    def rows(self) -> Mapping[str, OwnRows]:
+        """The rows that are this rank's, of each parameter that is sharded."""
 
     def shards(self) -> Mapping[str, nn.Parameter]:
         """What this rank's optimizer updates, under the model's own names."""
@@ -136,7 +137,7 @@ class GradientSum:
         low: Mapping[str, torch.dtype] | None = None,
         varying: Collection[str] = (),
     ) -> None:
-        self.rows: Mapping[str, tuple[int, int]] = {}
+        self.rows: Mapping[str, OwnRows] = {}
         self._parameters = dict(parameters)
         self._groups = groups
         self._reduce = reduce

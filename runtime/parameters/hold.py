@@ -27,7 +27,7 @@ from autopipe.ir.graph import REGION_OP, Graph, State
 from autopipe.ir.partition import Stage
 from autopipe.runtime.parameters.gradient_sum import Gradients, GradientSum
 from autopipe.runtime.parameters.part import RankPart
-from autopipe.runtime.parameters.row_shards import RowShards, deal
+from autopipe.runtime.parameters.row_shards import RowShards, deal, rows_of_this_rank
 from autopipe.runtime.parameters.zero1 import OptimizerShards
 from autopipe.runtime.parameters.zero2 import GradientShards
 from autopipe.runtime.parameters.zero3 import GatheredStage, ParameterShards, in_shards
@@ -141,12 +141,14 @@ def _varying(graph: Graph) -> frozenset[str]:
 def _deal(
     graph: Graph, states: MutableMapping[str, Tensor], groups: Mapping[str, dist.ProcessGroup]
 ) -> dict[str, nn.Parameter]:
-    """ZeRO-1 and 2: this rank's rows of masters; `states` has what forward reads from then on."""
+    """ZeRO-1 and 2: this rank's rows of masters, and of parameters where they lie in several
+    pieces; `states` has what forward reads from then on."""
     masters = {}
     for name, state in graph.states.items():
-        if state.master is not None and name in states and name in groups:
-            whole = states[name]
-            assert isinstance(whole, nn.Parameter)
+        whole = states.get(name)
+        if not isinstance(whole, nn.Parameter) or name not in groups:
+            continue
+        if state.master is not None or rows_of_this_rank(whole, groups[name]).strided(whole.shape):
             states[name], masters[name] = deal(
                 whole, groups[name], state.spec.dtype, state.summed.dtype
             )

@@ -24,7 +24,7 @@ from autopipe.errors import ModelError
 from autopipe.ir.graph import Arg, Graph, State, StateSpec, TensorSpec, resolve, shape_at
 from autopipe.ir.tensors import NORMALIZED, normalize_
 from autopipe.planfile.parts import Place
-from autopipe.planfile.placements import I, Sharding
+from autopipe.planfile.placements import I, OwnRows, Sharding
 from autopipe.runtime.parameters.export import FileTensor, export
 from autopipe.sharding import collectives
 
@@ -72,7 +72,7 @@ class ModelStates:
 
     @torch.no_grad()
     def project(
-        self, parameters: Mapping[str, Tensor], rows: Mapping[str, tuple[int, int]], rank: int
+        self, parameters: Mapping[str, Tensor], rows: Mapping[str, OwnRows], rank: int
     ) -> None:
         """Apply forward's projections to the parameters themselves (`StateSpec.projection`).
 
@@ -80,7 +80,7 @@ class ModelStates:
 
         Args:
             parameters: this rank's, or its rows of them, by name.
-            rows: the rows [first, last) of those that it has rows of.
+            rows: its rows of those that it has rows of.
             rank: tensor-parallel.
 
         Raises:
@@ -93,7 +93,7 @@ class ModelStates:
                 continue
             op, arguments = spec.projection
             if op in ("aten.renorm_.default", NORMALIZED):
-                self._check_norms(name, _normed(op, arguments[1], parameter.ndim), name in rows)
+                self._check_norms(name, _normed(op, arguments[1], parameter.ndim), rows.get(name))
             if op == NORMALIZED:
                 normalize_(parameter, *cast(tuple[float, tuple[int, ...], float], arguments))
                 continue
@@ -102,8 +102,7 @@ class ModelStates:
                     self._check_mask(name, buffer.name)
                 mask = self._part_of_buffer(name, buffer.name, rank)
                 if name in rows:
-                    first, last = rows[name]
-                    mask = (mask if mask.ndim else mask.view(1))[first:last]
+                    mask = collectives.in_rows(mask, rows[name])
                 arguments = tuple(mask if arg == buffer else arg for arg in arguments)
             resolve(op)(parameter, *arguments)
 
@@ -129,9 +128,9 @@ class ModelStates:
             )
         self.masks.add(buffer)
 
-    def _check_norms(self, name: str, over: Collection[int], in_rows: bool) -> None:
+    def _check_norms(self, name: str, over: Collection[int], rows: OwnRows | None) -> None:
         placement = self.sharding.states.get(name, I)
-        if (in_rows and 0 in over) or (placement.sharded and placement.dim in over):
+        if (rows is not None and rows.dim in over) or (placement.sharded and placement.dim in over):
             dims = ", ".join(map(str, over))
             raise ModelError(
                 f"forward sets norms of the parameter {name!r}, over its dims {dims}, and no rank "

@@ -1,12 +1,15 @@
 """Parameters that are whole on each rank, and the rows of them that each rank updates.
 
-The rows of a parameter (its first dim) are sharded as torch's `Shard(0)` does it: ceil(rows/n)
-to each rank until none is left, so the last ranks may have fewer or none. A shard is a view of the
-parameter's own memory with all its dims: `p.ndim >= 2`, by which many training scripts choose the
-parameters that decay, gives the same for a shard as for the parameter.
+The rows of a parameter, entries of its first dim, are sharded as torch's `Shard(0)` does it:
+ceil(rows/n) to each rank until none is left, so the last ranks may have fewer or none. Where the
+first dim has fewer entries than there are ranks, as of stacked experts, the rows are those of a
+later dim (`placements.own_rows`). A shard is a view of the parameter's own memory with all its
+dims: `p.ndim >= 2`, by which many training scripts choose the parameters that decay, gives the same
+for a shard as for the parameter.
 
 For the fp32 master of a 16-bit parameter, each rank has its own rows of the master, and the whole
-16-bit parameter that forward reads (`deal`).
+16-bit parameter that forward reads (`deal`). So has it where its rows lie in several pieces, since
+torch's fused optimizers write a strided view as if it were contiguous (torch 2.13).
 
     scatter    gradients, whole, of a bucket    ->  their sums' own rows, added to `.grad` of shards
     gather     own rows, updated                ->  parameters, whole, bucket by bucket
@@ -21,41 +24,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopipe.planfile.placements import OwnRows, own_rows
 from autopipe.runtime.parameters.buckets import Bucket, buckets, by_group, summed_in
+from autopipe.sharding.collectives import in_rows
 from autopipe.sharding.torch_names import all_gather_single, reduce_scatter_single
-
-
-def own_rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The rows [first, last) of `rows` that `rank` has.
-
-    >>> [own_rows(5, 3, rank) for rank in range(3)]
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    each = -(-rows // ranks)
-    return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 def deal(
     master: nn.Parameter, group: dist.ProcessGroup, read: torch.dtype, summed: torch.dtype
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """Replace a whole master by the parameter that forward reads, whole, and a rank's own rows.
+    """Replace a whole parameter by one that forward reads, whole, and a rank's own rows.
 
     Args:
-        master: the whole master; its memory is freed once nothing else holds it.
+        master: the whole parameter; its memory is freed once nothing else holds it.
         group: the ranks over which it is sharded.
         read: the dtype that forward reads.
         summed: the dtype of gradients, until the optimizer gets them in the master's.
     """
-    leaf = nn.Parameter(master.detach().to(read))
+    leaf = nn.Parameter(master.detach().to(read, copy=True))
     leaf.grad_dtype = summed
     return leaf, nn.Parameter(own_rows_of(master, group))
 
 
 def own_rows_of(whole: nn.Parameter, group: dist.ProcessGroup) -> Tensor:
     """A copy of the rows of a parameter that this rank of a group has."""
-    rows = _in_rows(whole)
-    first, last = own_rows(rows.shape[0], dist.get_world_size(group), dist.get_rank(group))
-    return rows[first:last].clone(memory_format=torch.contiguous_format)
+    rows = in_rows(whole.detach(), rows_of_this_rank(whole, group))
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def rows_of_this_rank(whole: Tensor, group: dist.ProcessGroup) -> OwnRows:
+    """The rows of a parameter that this rank of a group has."""
+    return own_rows(whole.shape, dist.get_world_size(group), dist.get_rank(group))
 
 
 class RowShards:
@@ -69,7 +68,7 @@ class RowShards:
             those that `zero3.in_shards` has.
 
     Attributes:
-        rows: the rows [first, last) that are this rank's, of each parameter that is sharded.
+        rows: the rows that are this rank's, of each parameter that is sharded.
         shards: by name, a view of this rank's rows, its rows of a master, or a parameter of this
             rank alone, whole.
     """
@@ -80,7 +79,7 @@ class RowShards:
         groups: Mapping[str, dist.ProcessGroup],
         masters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        self.rows: dict[str, tuple[int, int]] = {}
+        self.rows: dict[str, OwnRows] = {}
         self.shards = dict(parameters)
         self._parameters = parameters
         self._masters = masters or {}
@@ -89,12 +88,9 @@ class RowShards:
         for name, parameter in parameters.items():
             if name not in groups or not (parameter.requires_grad or name in self._masters):
                 continue
-            group = groups[name]
-            whole = _in_rows(parameter)
-            place = dist.get_world_size(group), dist.get_rank(group)
-            first, last = self.rows[name] = own_rows(whole.shape[0], *place)
+            own = self.rows[name] = rows_of_this_rank(parameter, groups[name])
             rows = self._masters.get(name)
-            shard = nn.Parameter(whole[first:last]) if rows is None else rows
+            shard = nn.Parameter(in_rows(parameter.detach(), own)) if rows is None else rows
             self.shards[name] = self._of[parameter] = shard
 
     @torch.no_grad()
@@ -138,14 +134,8 @@ class RowShards:
         def fetch() -> None:
             work.wait()
             for whole, column in zip(into, columns, strict=True):
-                if whole.is_contiguous():
-                    flat = whole.detach().view(-1)
-                else:
-                    flat = whole.new_empty(whole.numel())
-                for target, source in same_elements(flat, column):
+                for target, source in same_elements(whole.detach(), column):
                     target.copy_(source)
-                if not whole.is_contiguous():
-                    whole.copy_(flat.view(whole.shape))
 
         return fetch
 
@@ -158,7 +148,7 @@ class RowShards:
         table.zero_()  # a gradient may be missing
         for parameter, column in zip(bucket.parameters, columns, strict=True):
             if parameter.grad is not None:
-                for source, target in same_elements(parameter.grad.reshape(-1), column):
+                for source, target in same_elements(parameter.grad, column):
                     target.copy_(source)
             parameter.grad = None
         own = table.new_empty(table.shape[1])
@@ -177,16 +167,10 @@ class RowShards:
         return place
 
 
-def _in_rows(parameter: nn.Parameter) -> Tensor:
-    """A parameter with at least one dim; the same memory."""
-    return parameter.detach() if parameter.ndim else parameter.detach().view(1)
-
-
 def _widths(bucket: Bucket) -> list[int]:
     """The number of elements of each parameter on the first rank, which has the most."""
     ranks = dist.get_world_size(bucket.group)
-    shapes = [_in_rows(parameter).shape for parameter in bucket.parameters]
-    return [own_rows(shape[0], ranks, 0)[1] * shape[1:].numel() for shape in shapes]
+    return [own_rows(p.shape, ranks, 0).elements(p.shape) for p in bucket.parameters]
 
 
 def share_bytes(bucket: Bucket) -> int:
@@ -202,16 +186,26 @@ def _table(bucket: Bucket, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]
     return table, torch.split(table, widths, dim=1)
 
 
-def same_elements(flat: Tensor, column: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of views of the same elements: of a whole parameter, flat, and of its columns in a
-    table, which have a rank's elements in each row.
+def same_elements(whole: Tensor, column: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of views of the same elements: of a whole parameter, and of its columns in a table,
+    which have a rank's elements in each row.
 
-        flat     0 1 2 3 4 5 6 7            column  | 0 1 2 |
+        whole    0 1 2 3 4 5 6 7            column  | 0 1 2 |
                  ----------- ---                    | 3 4 5 |
                  full rows   rest                   | 6 7 . |
     """
-    width = column.shape[1]
-    full = flat.numel() // width if width else 0
-    rest = flat[full * width :]
-    pairs = [(flat[: full * width].view(full, width), column[:full])]
-    return [*pairs, (rest, column[full, : rest.numel()])] if rest.numel() else pairs
+    whole = whole if whole.ndim else whole.view(1)
+    first, shape = own_rows(whole.shape, len(column), 0), whole.shape
+    if not whole.numel():
+        return []
+    dim, each = first.dim, first.length
+    full, rest = divmod(shape[dim], each)
+    before, behind = shape[:dim], shape[dim + 1 :]
+    pairs = []
+    if full:
+        divided = whole.narrow(dim, 0, full * each).view(*before, full, each, *behind)
+        pairs.append((divided.movedim(dim, 0), column[:full].view(full, *before, each, *behind)))
+    if rest:
+        last = whole.narrow(dim, full * each, rest)
+        pairs.append((last, column[full, : last.numel()].view(*before, rest, *behind)))
+    return pairs

@@ -34,6 +34,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopipe.planfile.placements import OwnRows
 from autopipe.runtime.parameters.gradient_sum import GradientSum
 from autopipe.runtime.parameters.row_shards import RowShards
 
@@ -59,7 +60,7 @@ class OptimizerShards:
         self._sum = GradientSum(parameters, groups, stages, scatter, varying=varying)
 
     @property
-    def rows(self) -> Mapping[str, tuple[int, int]]:
+    def rows(self) -> Mapping[str, OwnRows]:
         """As of `RowShards`."""
         return self._held.rows
 

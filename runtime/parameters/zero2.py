@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopipe.planfile.placements import OwnRows
 from autopipe.runtime.parameters.buckets import Bucket, BucketQueue, agreed, unexpected
 from autopipe.runtime.parameters.gradient_sum import GradientSum
 from autopipe.runtime.parameters.row_shards import RowShards
@@ -74,7 +75,7 @@ class GradientShards:
         self._sum = GradientSum(copied, copies, {}, varying=varying)
 
     @property
-    def rows(self) -> Mapping[str, tuple[int, int]]:
+    def rows(self) -> Mapping[str, OwnRows]:
         """As of `RowShards`."""
         return self._held.rows
 

@@ -94,7 +94,7 @@ class ParameterShards(GradientShards):
         return DTensor.from_local(
             self.shards()[name].detach().to(self._mesh.device_type),
             self._mesh,
-            [Shard(0)],
+            [Shard(self.rows[name].dim)],
             run_check=False,
             shape=whole.shape,
             stride=torch.empty(whole.shape, device="meta").stride(),

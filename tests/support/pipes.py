@@ -27,12 +27,11 @@ from autopipe.cluster.cluster import Cluster
 from autopipe.frontend import batch as batches
 from autopipe.ir.graph import Graph
 from autopipe.planfile import programs
-from autopipe.planfile.placements import I
+from autopipe.planfile.placements import I, own_rows
 from autopipe.runtime import cut_again
-from autopipe.runtime.parameters.row_shards import own_rows
 from autopipe.runtime.step import prepare
 from autopipe.schedules.instructions import holders
-from autopipe.sharding.collectives import own_part
+from autopipe.sharding.collectives import in_rows, own_part
 from autopipe.sharding.plan_io import read_back
 from autopipe.stages.dry_run import Known, Rehearsal, rehearse
 from autopipe.tracing import source, symbolic_sequence
@@ -226,11 +225,11 @@ def own(pipe: Pipe, name: str, whole: Tensor) -> Tensor:
     if not plan.deals and not plan.scatters:
         return whole
     if plan.scatters:  # over replicas alone
-        return whole[slice(*own_rows(len(whole), plan.mesh.dp, place.dp))]
+        return in_rows(whole, own_rows(whole.shape, plan.mesh.dp, place.dp))
     having = zip(plan.stages, holders(programs.compute(plan)), strict=True)
     sharing = sorted({rank for stage, rank in having if name in stage.parameters})
     position = sharing.index(place.pp) * plan.mesh.dp + place.dp
-    return whole[slice(*own_rows(len(whole), len(sharing) * plan.mesh.dp, position))]
+    return in_rows(whole, own_rows(whole.shape, len(sharing) * plan.mesh.dp, position))
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -64,25 +64,28 @@ def optimizer_state_is_dealt_out() -> None:
 
 @story("zero", 3)
 def fewer_rows_than_ranks() -> None:
-    """The last rank has nothing of a parameter of two rows, none of a scalar but the first."""
+    """The last rank has nothing of a parameter of two rows and two columns, none of a scalar but
+    the first. Of two rows of three columns each has a column."""
     p = {
-        "two": nn.Parameter(torch.ones(2, 3)),
+        "two": nn.Parameter(torch.ones(2, 2)),
+        "wide": nn.Parameter(torch.ones(2, 3)),
         "scalar": nn.Parameter(torch.tensor(1.0)),
         "none": nn.Parameter(torch.ones(0, 3)),
     }
     sums = OptimizerShards(p, everywhere(p), {0: list(p)})
     rank = dist.get_rank()
     assert [sums.rows[name] for name in p] == [
-        [(0, 1), (0, 1), (0, 0)],
-        [(1, 2), (1, 1), (0, 0)],
-        [(2, 2), (1, 1), (0, 0)],
+        [(0, 0, 1), (1, 0, 1), (0, 0, 1), (1, 0, 1)],
+        [(0, 1, 2), (1, 1, 2), (0, 1, 1), (1, 1, 2)],
+        [(0, 2, 2), (1, 2, 3), (0, 1, 1), (1, 2, 3)],
     ][rank]
     optimizer = torch.optim.SGD(list(sums.shards().values()), lr=1.0)
     sum((parameter.sum() for parameter in p.values()), torch.tensor(0.0)).backward()
     sums.finish()
     optimizer.step()
     sums.gather()
-    assert p["two"].tolist() == [[-2.0] * 3] * 2 and p["scalar"].item() == -2.0
+    assert p["two"].tolist() == [[-2.0] * 2] * 2 and p["scalar"].item() == -2.0
+    assert p["wide"].tolist() == [[-2.0] * 3] * 2
 
 
 @story("zero", 2)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopipe.ir.torch_private import TorchDispatchMode
+from autopipe.planfile.placements import own_rows
 from autopipe.runtime.parameters.gradient_sum import total_norm
-from autopipe.runtime.parameters.row_shards import own_rows
+from autopipe.sharding.collectives import in_rows
 from autopipe.stages.gathering import most_bytes, stays
 from tests.support.long import sampled
 from tests.support.sharded_stage import (
@@ -124,8 +125,7 @@ def masters_are_gathered_in_sixteen_bits() -> None:
     for name, gradient in expected.items():
         found = sums.shards()[name].grad
         assert found is not None and found.dtype == sums.shards()[name].dtype == torch.float32
-        first, last = own_rows(len(gradient), world, rank)
-        close(found, gradient[first:last], name)
+        close(found, in_rows(gradient, own_rows(gradient.shape, world, rank)), name)
 
 
 @story("fully_sharded", 2, 3)
@@ -134,12 +134,10 @@ def what_a_rank_holds() -> None:
     world = dist.get_world_size()
     stage = Stage(6 * world)
     named = dict(stage.named_parameters())
-    total = sum(p.nbytes for n, p in named.items() if not n.endswith(".b"))
-    rows = sum(p.nbytes for n, p in named.items() if n.endswith(".b"))  # one row: the first rank's
+    total = sum(p.nbytes for p in named.values())  # those of one row are shared by columns
     sharded = Sharded(stage, data_parallel())
     sums = sharded.sums
-    expected = total // world + (rows if dist.get_rank() == 0 else 0)
-    assert sum(shard.nbytes for shard in sums.shards().values()) == expected
+    assert sum(shard.nbytes for shard in sums.shards().values()) == total // world
     optimizer = torch.optim.AdamW(list(sums.shards().values()))
     x = torch.ones(2, 6 * world)
     in_flight(Beginning(sharded.by_graphs(x), sums), [x] * 4, 0.01)
@@ -160,7 +158,10 @@ def what_is_gathered_at_once() -> None:
     sharded.by_graphs(x).forward(0, [x])
     sizes = [sum(gathered.parameters[n].nbytes for n in unit) for unit in gathered.units]
     shares = [
-        sum(-(-len(p := gathered.parameters[n]) // 2) * (p.nbytes // len(p)) for n in unit)
+        sum(
+            4 * own_rows(p.shape, 2, 0).elements(p.shape)
+            for p in (gathered.parameters[n] for n in unit)
+        )
         for unit in gathered.units
     ]
     staying = stays(graphs(sharded.stage), gathered.units, gathered.parameters)
@@ -230,8 +231,8 @@ def blocks_that_write_to_each_others_tensors() -> None:
             grad = sharded.sums.shards()[name].grad
             assert (grad is None) == (parameter.grad is None), name
             if parameter.grad is not None and grad is not None:
-                first, last = own_rows(len(parameter), 2, dist.get_rank())
-                close(grad, parameter.grad[first:last], name, 1e-5)
+                own = own_rows(parameter.shape, 2, dist.get_rank())
+                close(grad, in_rows(parameter.grad, own), name, 1e-5)
 
 
 @story("fully_sharded", 2)
@@ -282,8 +283,8 @@ def tied_stages() -> None:
     reference(rows.view(8, 5))[0].square().sum().backward()
     head = sums.shards()["head"].grad
     assert head is not None and reference.head.grad is not None
-    first, last = own_rows(5, 2, rank % 2)
-    close(head, reference.head.grad[first:last], "head", 1e-5)
+    rows = own_rows(reference.head.shape, 2, rank % 2)
+    close(head, in_rows(reference.head.grad, rows), "head", 1e-5)
     owned = [tuple(g.shape) for g in sums.owned_gradients().values()]
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, owned)

@@ -7,10 +7,9 @@ from torch import Tensor, nn
 from autopipe.errors import ModelError
 from autopipe.ir.graph import Arg, State, StateSpec, TensorSpec
 from autopipe.ir.tensors import NORMALIZED
-from autopipe.planfile.placements import S, Sharding
+from autopipe.planfile.placements import S, Sharding, own_rows
 from autopipe.runtime.parameters.model_states import ModelStates
-from autopipe.runtime.parameters.row_shards import own_rows
-from autopipe.sharding.collectives import own_part
+from autopipe.sharding.collectives import in_rows, own_part
 
 WIDE = TensorSpec((6, 4), torch.float32)
 MASKS = {
@@ -67,15 +66,15 @@ def test_parts_are_those_of_the_whole(what: str, mask: str, dim: int | None, rep
         expected = eager(what, whole, MASKS[mask])
         expected = expected if dim is None else own_part(expected, S(dim), 2, rank)
         for replica in range(replicas):
-            first, last = own_rows(len(part), replicas, replica)
-            own = nn.Parameter(part[first:last].clone())
-            rows = {"weight": (first, last)} if replicas > 1 else {}
-            if over is not None and ((rows and over) or dim not in (None, over)):
+            mine = own_rows(part.shape, replicas, replica)
+            own = nn.Parameter(in_rows(part, mine).clone())
+            rows = {"weight": mine} if replicas > 1 else {}
+            if over is not None and ((rows and over != mine.dim) or dim not in (None, over)):
                 with pytest.raises(ModelError, match="no rank has all of what it takes a norm of"):
                     states.project({"weight": own}, rows, rank)
             else:
                 states.project({"weight": own}, rows, rank)
-                assert torch.equal(own, expected[first:last])
+                assert torch.equal(own, in_rows(expected, mine))
 
 
 def test_a_mask_that_lies_as_the_parameter_does_is_taken_as_it_is() -> None:
