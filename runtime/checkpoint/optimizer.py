@@ -146,13 +146,24 @@ def agreed(found: Sequence[Any], names: Sequence[str], what: str) -> Any:
     Raises:
         CheckpointError: the values differ.
     """
-    if any(other != found[0] for other in found):
-        raise CheckpointError(
-            f"the optimizer has {names[0]!r} in a group with parameters that had other {what} in "
-            "the checkpoint",
-            hint="group the parameters as the run that was saved did",
-        )
+    for other in found:
+        if other != found[0]:
+            raise CheckpointError(
+                f"the optimizer has {names[0]!r} in a group with parameters that had other {what} "
+                f"in the checkpoint: {_unlike(found[0], other)}",
+                hint="group the parameters as the run that was saved did; if its ranks had unlike "
+                "ones in one group, resume under the plan in that folder, or take its weights "
+                "alone by --weights",
+            )
     return found[0]
+
+
+def _unlike(one: Any, other: Any) -> str:
+    """Two values in words; of mappings the entries that differ."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        keys = [k for k in {**one, **other} if one.get(k) != other.get(k)]
+        one, other = ({key: each.get(key) for key in keys} for each in (one, other))
+    return f"{one} and {other}"
 
 
 def kind_of(stored: Stored) -> str | None:
