@@ -190,6 +190,44 @@ def test_a_state_of_no_parameter_goes_on(tmp_path: Any) -> None:
     assert {s["kept"][0].item() for key, s in states.items() if key != "clock"} == {3.0}
 
 
+class Wrapping(torch.optim.Optimizer):
+    """It has another one make its steps, whose state it shares or not."""
+
+    def __init__(self, parameters: Any, shares: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.base = torch.optim.Adam(self.param_groups)
+        if shares:
+            self.state = self.base.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it has overloads
+        self.base.step()
+
+
+class Telling(Wrapping):
+    def state_dict(self) -> dict[str, Any]:
+        return {"of the base": self.base.state_dict(), **super().state_dict()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares", "found"),
+    [
+        (Wrapping, False, "holds another optimizer, Adam, in 'base', which has a state of its own"),
+        (Telling, True, r"Telling.state_dict\(\) has 'of the base', and a checkpoint has what is"),
+    ],
+)
+def test_an_optimizer_in_another_one(
+    kind: type[Wrapping], shares: bool, found: str, tmp_path: Any
+) -> None:
+    """Bug: its moments were in no checkpoint, and a resumed run began with none."""
+    pipe = piped(MODEL, planned(MODEL, 1, 1, 2))
+    optimizer = kind(pipe.parameters(), shares)
+    pipe.step(drawn(MODEL, 4, 0))
+    optimizer.step()
+    with pytest.raises(CheckpointError, match=found):
+        pipe.save(tmp_path / "kept", optimizer)
+    pipe.save(tmp_path / "kept", Wrapping(pipe.parameters(), shares=True))
+
+
 def test_tensors_in_a_list_of_a_parameters_state(tmp_path: Any) -> None:
     """Bug: they were kept as one rank's bytes, and `load` made dicts of them."""
     pipe = piped(MODEL, planned(MODEL, 1, 1, 2))
