@@ -109,7 +109,7 @@ def _check_wrapped(optimizer: Optimizer) -> None:
                 raise CheckpointError(
                     f"{kind} holds another optimizer, {type(held).__name__}, in {name!r}, which "
                     "has a state of its own: no checkpoint would have that",
-                    hint=f"let both have one, in its __init__: self.state = self.{name}.state",
+                    hint="let them share one, in __init__: inner.state = self.state",
                 )
     if type(optimizer).state_dict is not Optimizer.state_dict:
         more = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
