@@ -47,7 +47,9 @@ def split_to_evaluate(
         kept=kept_by(plan),
         regions=plan.regions,
     )
-    return split_for_evaluation(rank_trace(found, plan, part.place.tp, sharding), part.split)
+    return split_for_evaluation(
+        rank_trace(found, plan, part.place.tp, sharding, other=True), part.split
+    )
 
 
 def split_at_length(
@@ -61,7 +63,7 @@ def split_at_length(
     """
     plan = part.plan
     rows = batches.two_rows(batch, plan.inputs)
-    local = rank_trace(traces.at(length, rows), plan, part.place.tp, sharding)
+    local = rank_trace(traces.at(length, rows), plan, part.place.tp, sharding, other=True)
     return split_for_evaluation(local, part.split, f"with rows of {length} tokens")
 
 

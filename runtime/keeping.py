@@ -19,7 +19,10 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.errors import CheckpointError
+from autopipe.runtime.attributes import Attributes
 from autopipe.runtime.checkpoint.checkpoints import KEEP
+from autopipe.runtime.checkpoint.content import check
+from autopipe.runtime.checkpoint.plain import fence
 from autopipe.runtime.feed import Feed
 from autopipe.runtime.launch import asked
 from autopipe.runtime.step.pipe import Pipe
@@ -65,6 +68,7 @@ class Keeper:
         self._optimizer, self._scheduler = optimizer, scheduler
         self._say = say if pipe.place.rank == 0 else lambda line: None
         self._saved = 0
+        self._attributes, self._checked = Attributes(optimizer), False
         if saving is not None:
             self._checkpoints = pipe.checkpoints(saving.folder, saving.keep, say)
             self._saved = self._resume(saving) if saving.resume else 0
@@ -75,9 +79,18 @@ class Keeper:
             self._checkpoints.settle()
 
     def after_step(self) -> bool:
-        """Save after a step if it is time to; returns whether the run is to stop here."""
+        """Save after a step if it is time to; returns whether the run is to stop here.
+
+        Raises:
+            CheckpointError: a checkpoint cannot hold what the optimizer or the schedule keeps. The
+                first step tells, long before the first checkpoint.
+        """
         if self._saving is None:
             return False
+        self._attributes.check()
+        if not self._checked:
+            check(self._pipe.content(self._optimizer, self._scheduler))
+            self._checked = True
         found = self._checkpoints.agree(asked.by() is not None)
         if found:
             self.stopped = asked.by() or "another rank's signal"
@@ -107,6 +120,7 @@ class Keeper:
     def _begin(self) -> None:
         content = self._pipe.content(self._optimizer, self._scheduler)
         values: dict[str, Any] = {**self._pipe.values(), "position": self._feed.position()}
+        values["attributes"] = self._attributes.changed()
         self._checkpoints.begin(content, self._pipe.steps, values)
         self._saved = self._pipe.steps
 
@@ -128,6 +142,8 @@ class Keeper:
                 f"{self._pipe.seed}, and its batches and dropout go on with that",
                 hint="--resume without --seed; or begin anew in another folder",
             )
+        with fence(f"{loaded.folder}: the optimizer's attributes"):
+            self._attributes.restore(loaded.values.get("attributes", {}))
         self._feed.go_to(loaded.values["position"])
         self._say(f"goes on from {loaded.folder}, after step {loaded.step}")
         return loaded.step

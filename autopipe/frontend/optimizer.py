@@ -73,7 +73,7 @@ def kind_named(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 def way_to_step(error: Exception) -> str:
     """A hint for an optimizer whose step ends in an error."""
-    hint = "a run calls optimizer.step(), on each rank for its own parameters"
+    hint = "a run calls optimizer.step() without a closure, on each rank for its own parameters"
     if "dense" not in str(error):
         return hint
     return f"{hint}; gradients are dense, of nn.Embedding(sparse=True) too: Adam, not SparseAdam"

@@ -36,12 +36,14 @@ Shards = Callable[[Value], Iterable[Placement]]
 class Model:
     """The facts that rules read about a graph to be sharded over `ranks` ranks.
 
-    If the sequence is a symbol, rules see rows of `length` tokens.
+    If the sequence is a symbol, rules see rows of `length` tokens. Of a dim that the ranks do not
+    divide each gets at least `least` elements.
     """
 
     flow: Dataflow
     ranks: int
     length: int | None = None
+    least: int = UNEVEN
 
     @property
     def graph(self) -> Graph:
@@ -101,7 +103,7 @@ class Model:
         size = self.shape(value)[placement.dim]
         if divides(size, placement.segments, self.ranks):
             return True
-        return placement.segments == 1 and size % BIG != 0 and size >= UNEVEN * self.ranks
+        return placement.segments == 1 and size % BIG != 0 and size >= self.least * self.ranks
 
     def divides(self, value: Value, placement: Placement) -> bool:
         """Whether all ranks get equal parts."""

@@ -15,13 +15,15 @@ What runs a user's own backward has the first alone (`_OWN_BACKWARD`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from autopipe.ir.dataflow import Dataflow
 from autopipe.ir.graph import READ_OP, REGION_OP, Node, resolve
 from autopipe.ir.opaque_ops import COND_OP, FUNCTION_OP
-from autopipe.planfile.placements import I, P, Placement, R, S
+from autopipe.planfile.placements import I, P, Placement, R, S, Sharding
 from autopipe.sharding.op import Model, Op, Rule, Shards, Strategy
 from autopipe.sharding.rules_compute import LAYERS
 from autopipe.sharding.rules_layout import SHAPES
@@ -54,6 +56,39 @@ def strategies(model: Model, node: Node, shards: Shards) -> tuple[Strategy, ...]
         if stays and all(model.can_shard(v, p) for v, p in placed if p.sharded):
             possible.setdefault((tuple(placements.values()), output), Strategy(placements, output))
     return tuple(possible.values())
+
+
+def possible_in(flow: Dataflow, sharding: Sharding) -> Sharding:
+    """A sharding of another graph of the model, without what is no strategy of this one's nodes.
+
+    Of a table of 24 positions `table[:24]` keeps a shard, and `table[:12]` of shorter rows does
+    not; in evaluation a node of this name may be another one.
+    """
+    model = Model(flow, sharding.ranks, least=1)
+    found = {
+        node.name: known
+        for node in flow.graph.nodes
+        if (known := sharding.nodes.get(node.name)) and _allows(model, node, *known)
+    }
+    return replace(sharding, nodes=found)
+
+
+def _allows(model: Model, node: Node, inputs: Sequence[Placement], output: Placement) -> bool:
+    """Whether a node has a strategy with these placements."""
+    if len(inputs) != len(model.tensors(node)):
+        return False
+    lie = dict(zip(model.tensors(node), inputs, strict=True))
+    made = dict.fromkeys(Op(model, node, lambda value: ()).outputs, output)
+    if any(p.sharded and p.dim >= len(model.shape(v)) for v, p in (*lie.items(), *made.items())):
+        return False
+    wanted = [*map(_held, inputs), _held(output)]
+    every = strategies(model, node, lambda value: (lie[value],) if lie[value].sharded else ())
+    return any([*(_held(one.inputs[v]) for v in lie), _held(one.output)] == wanted for one in every)
+
+
+def _held(placement: Placement) -> Placement:
+    """The placement, but I in place of R, which differs in the gradient alone."""
+    return I if placement == R else placement
 
 
 # Element by element

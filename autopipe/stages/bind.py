@@ -33,6 +33,7 @@ from autopipe.rewriting.loss_in_parts import in_parts
 from autopipe.schedules.instructions import Programs, splits
 from autopipe.sharding.local_graph import blocks_of, held_whole, shard_graph, shardable
 from autopipe.sharding.plan_io import read_back
+from autopipe.sharding.strategies import possible_in
 from autopipe.stages import sent_parts
 from autopipe.stages.loss_cut import cut_loss
 from autopipe.stages.precision import PRECISIONS
@@ -279,11 +280,13 @@ def rank_trace(
     sharding: Sharding | None = None,
     *,
     length: int | None = None,
+    other: bool = False,
 ) -> RankTrace:
     """The graph that tensor-parallel coordinate `tp` runs.
 
     Args:
         length: as `cut_as_planned` has it.
+        other: whether the graph is not the plan's, but in evaluation or of shorter rows.
 
     Raises:
         ModelError: the plan's loss is over the whole batch, and this graph's cannot be.
@@ -296,8 +299,8 @@ def rank_trace(
     traced, blocks = replace(traced, graph=graph), find_blocks(graph)
     if plan.mesh.tp == 1:
         return RankTrace(traced, blocks, whole, labels)
-    sharding = sharding or read_back(plan)
-    flow = shardable(graph)
+    sharding, flow = sharding or read_back(plan), shardable(graph)
+    sharding = possible_in(flow, sharding) if other else sharding
     shard = shard_graph(flow, sharding, tp, length=length)
     held = held_whole(flow, shard, sharding, length=length) if sent_parts.in_parts_of(plan) else {}
     blocks, traced = blocks_of(shard, blocks), replace(traced, graph=shard)
@@ -336,12 +339,8 @@ def split_for_evaluation(local: RankTrace, training: Split, when: str = "in eval
         dims = sent_parts.all_dims(graph, split.once, local.held_whole, local.ranks, to)
         split = _parted(split, to, dims, local)
     for stage, trained in zip(split.once, stages, strict=True):
-        missing = [
-            name
-            for name in stage.states
-            if name not in trained.states and graph.states[name].kind != "constant"
-        ]
-        if missing:
+        needed = (name for name in stage.states if graph.states[name].kind != "constant")
+        if missing := [name for name in needed if name not in trained.states]:
             raise PlanError(
                 f"{when} stage {stage.index} needs {missing[0]!r}, which it does not hold "
                 "in training",

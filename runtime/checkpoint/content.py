@@ -66,16 +66,59 @@ def rank_file(
         for own in content.own.values()
         if own.writes and own.pieces
     ]
-    training: dict[str, Any] = {"values": dict(values)}
+    states, training = _trained(content)
+    tensors += [replace(w, tensor=_on_cpu(w.tensor)) for w in states if w.state]
+    return RankFile(step, rank, ranks, tuple(tensors), {"values": dict(values), **training})
+
+
+def check(content: Content) -> None:
+    """Refuse what a checkpoint cannot hold of an optimizer or a schedule; nothing is copied.
+
+    Raises:
+        CheckpointError: the sentence names it.
+    """
+    _trained(content)
+
+
+def _trained(content: Content) -> tuple[list[Written], dict[str, Any]]:
+    """The tensors of the optimizer's state; what else it has and the schedule, as JSON data."""
+    states: list[Written] = []
+    training: dict[str, Any] = {}
     if content.optimizer is not None:
+        _check_wrapped(content.optimizer)
         found = content.optimizer, content.named, content.own
-        states = (w for w in optimizer_state.tensors(*found) if w.state)
-        tensors += [replace(w, tensor=_on_cpu(w.tensor)) for w in states]
+        states = optimizer_state.tensors(*found)
         training["optimizer"] = optimizer_state.values(*found)
     if content.scheduler is not None:
         training["schedule"] = type(content.scheduler).__name__
         training["scheduler"] = scheduler_state.values(content.scheduler)
-    return RankFile(step, rank, ranks, tuple(tensors), training)
+    return states, training
+
+
+def _check_wrapped(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that holds another one with its own state, or whose own code saves more.
+
+    Raises:
+        CheckpointError: names where the state is.
+    """
+    kind = type(optimizer).__name__
+    for name, value in vars(optimizer).items():
+        for held in value if isinstance(value, list | tuple) else (value,):
+            own = isinstance(held, Optimizer) and held.state is not optimizer.state
+            if own and held.state:
+                raise CheckpointError(
+                    f"{kind} holds another optimizer, {type(held).__name__}, in {name!r}, which "
+                    "has a state of its own: no checkpoint would have that",
+                    hint="let them share one, in __init__: inner.state = self.state",
+                )
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        more = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
+        if more:
+            raise CheckpointError(
+                f"{kind}.state_dict() has {more[0]!r}, and a checkpoint has what is in `state` and "
+                "`param_groups` alone",
+                hint="keep it in self.state[parameter], or as an attribute that is a number",
+            )
 
 
 def restore(content: Content, stored: Stored) -> None:

@@ -44,7 +44,7 @@ class Chunk:
         state: "" for the tensor itself; the key of an optimizer's state for it; `replica 1 of 2`
             for its values in a replica other than the first.
         kind: "parameter", "buffer", "beside" (`layout.BESIDE`) or "replica" (`layout.REPLICA`); an
-            optimizer's state is "like" the parameter, or one "number".
+            optimizer's state is "like" the parameter, one "number", or "whole" (of another shape).
         dtype: torch's name of the dtype, without `torch.`.
         shape: the shape of the whole tensor.
         own: the shape of the part in the file.

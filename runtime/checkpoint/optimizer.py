@@ -2,13 +2,15 @@
 
     state[p]["exp_avg"]    of the parameter's own shape    lies as the parameter does: its pieces
     state[p]["step"]       a tensor without dims           a number, the same on every rank
+    state[p]["row_var"]    of another shape                lies whole, as the parameter has to
     state["clock"]         of no parameter                 JSON data, the same on every rank
     param_groups           lr, betas, ...                  JSON data, by the names in each group
 
 A state is sharded as its parameter is, so another plan reads it as it reads the parameter. The
 parameter may have another dtype than in the run that saved, with fp32 masters or without; a state
 in the old dtype is then cast to the new one, since optimizers refuse two dtypes. A state of another
-shape (Adafactor's means of rows and columns) cannot be cut for other plans, and is refused.
+shape (Adafactor's means of rows and columns) cannot be cut: all ranks that have the parameter must
+have it whole, in the run that saves and in the one that loads.
 """
 
 from __future__ import annotations
@@ -20,21 +22,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopipe.errors import CheckpointError
+from autopipe.errors import CheckpointError, DamagedError
 from autopipe.ir.tensors import tensors_in
-from autopipe.runtime.checkpoint.layout import OwnTensor, leads
-from autopipe.runtime.checkpoint.manifest import NAMES
+from autopipe.planfile.placements import I
+from autopipe.runtime.checkpoint.layout import OwnTensor, leads, pieces_of_rank
+from autopipe.runtime.checkpoint.manifest import NAMES, Chunk
 from autopipe.runtime.checkpoint.plain import fence, like, plain
 from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.write import Written
 
-LIKE, NUMBER = "like", "number"
-"""The kinds of a state: a tensor of the parameter's shape, or one number."""
+LIKE, NUMBER, WHOLE = "like", "number", "whole"
+"""The kinds of a state: a tensor of the parameter's shape, one number, or a tensor of another shape
+that belongs to the whole parameter."""
 
 _COUNTERS = ("step", "mu_product", "eta", "mu")
 """States of torch's optimizers that are numbers, also for a parameter that has no dims itself."""
 
-_TAKEN = "a checkpoint takes states of the parameter's own shape, and single numbers"
+_TAKEN = (
+    "a checkpoint takes single numbers and states of the parameter's own shape, and other tensors "
+    "under plans with tp=1 and without ZeRO"
+)
 
 Named = Mapping[str, nn.Parameter]
 Groups = Sequence[Sequence[str]]
@@ -49,7 +56,7 @@ def tensors(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) ->
         own: the rank's tensors of the model.
 
     Raises:
-        CheckpointError: a state has neither the parameter's shape nor is it one number.
+        CheckpointError: a state has another shape, and the rank has a part of the parameter.
     """
     return [
         written
@@ -139,13 +146,24 @@ def agreed(found: Sequence[Any], names: Sequence[str], what: str) -> Any:
     Raises:
         CheckpointError: the values differ.
     """
-    if any(other != found[0] for other in found):
-        raise CheckpointError(
-            f"the optimizer has {names[0]!r} in a group with parameters that had other {what} in "
-            "the checkpoint",
-            hint="group the parameters as the run that was saved did",
-        )
+    for other in found:
+        if other != found[0]:
+            raise CheckpointError(
+                f"the optimizer has {names[0]!r} in a group with parameters that had other {what} "
+                f"in the checkpoint: {_unlike(found[0], other)}",
+                hint="group the parameters as the run that was saved did; if its ranks had unlike "
+                "ones in one group, resume under the plan in that folder, or take its weights "
+                "alone by --weights",
+            )
     return found[0]
+
+
+def _unlike(one: Any, other: Any) -> str:
+    """Two values in words; of mappings the entries that differ."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        keys = [k for k in {**one, **other} if one.get(k) != other.get(k)]
+        one, other = ({key: each.get(key) for key in keys} for each in (one, other))
+    return f"{one} and {other}"
 
 
 def kind_of(stored: Stored) -> str | None:
@@ -197,8 +215,10 @@ def restore(
             for key in stored.states.get(name, ()):
                 first = stored.chunks[name, key][0][1]
                 if first.kind == NUMBER:
-                    number = stored.number(name, key)
+                    number = stored.number(name, key).reshape(first.shape)
                     state[key] = number.to(parameter.device) if counted_there else number
+                elif first.kind == WHOLE:
+                    state[key] = _read_whole(own[name], key, parameter, stored)
                 else:
                     state[key] = _read(own[name], key, parameter, stored)
             if state:
@@ -206,34 +226,66 @@ def restore(
 
 
 def _read(own: OwnTensor, key: str, parameter: nn.Parameter, stored: Stored) -> Tensor:
-    """A state of the parameter's shape; cast if it was saved in the parameter's dtype then."""
-    stored_dtype = NAMES[stored.chunks[own.name, key][0][1].dtype]
-    parameter_dtypes = {NAMES[chunk.dtype] for _, chunk in stored.chunks.get((own.name, ""), ())}
-    dtype = parameter.dtype if stored_dtype in parameter_dtypes else stored_dtype
+    """A state of the parameter's shape."""
+    dtype = _dtype(own, stored.chunks[own.name, key][0][1], parameter, stored)
     state = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     stored.fill(own, key, state.view(1) if state.ndim == 0 else state)
     return state
+
+
+def _read_whole(own: OwnTensor, key: str, parameter: nn.Parameter, stored: Stored) -> Tensor:
+    """A state of another shape than the parameter's."""
+    chunk = stored.chunks[own.name, key][0][1]
+    if chunk.own != (chunk.shape or (1,)):
+        raise DamagedError(f"{stored.folder}: {chunk.key!r} has the shape {list(chunk.shape)}")
+    if not _is_whole(own):
+        raise CheckpointError(
+            f"{stored.folder} has {key!r} of the shape {list(chunk.shape)} for {own.name!r}, of "
+            f"whose {list(own.shape)} this rank has {list(parameter.shape)}: it cannot be cut",
+            hint="resume under a plan with tp=1 and without ZeRO, or take the weights alone by "
+            "--weights",
+        )
+    dtype = _dtype(own, chunk, parameter, stored)
+    state = torch.zeros(chunk.own, dtype=dtype, device=parameter.device)
+    pieces = pieces_of_rank(chunk.own, I, 1, 0)
+    stored.fill(OwnTensor(own.name, (), WHOLE, state, chunk.shape, pieces, writes=False), key)
+    return state.reshape(chunk.shape)
+
+
+def _dtype(own: OwnTensor, chunk: Chunk, parameter: nn.Parameter, stored: Stored) -> torch.dtype:
+    """A state's dtype here: the parameter's, if it was saved in the parameter's dtype then."""
+    stored_dtype = NAMES[chunk.dtype]
+    parameter_dtypes = {NAMES[chunk.dtype] for _, chunk in stored.chunks.get((own.name, ""), ())}
+    return parameter.dtype if stored_dtype in parameter_dtypes else stored_dtype
 
 
 def _written(
     optimizer: Optimizer, key: str, state: Tensor, parameter: nn.Parameter, own: OwnTensor
 ) -> Written | None:
     """A state as this rank writes it; None: another rank writes it, or it has no elements."""
-    is_number = state.ndim == 0 and (parameter.ndim > 0 or key in _COUNTERS)
-    if is_number:
+    counts = key in _COUNTERS and state.numel() == 1
+    data = state.reshape(1) if state.ndim == 0 else state
+    if counts or (state.ndim == 0 and parameter.ndim > 0):
         if not (own.writes and leads(own.pieces)):
             return None
-        return Written(own.name, key, NUMBER, state.reshape(1), (), ())
-    if state.shape != parameter.shape:
+        return Written(own.name, key, NUMBER, state.reshape(1), tuple(state.shape), ())
+    if state.shape == parameter.shape:
+        return Written(own.name, key, LIKE, data, own.shape, own.pieces) if own.writes else None
+    if not _is_whole(own):
         raise CheckpointError(
             f"{type(optimizer).__name__} keeps {key!r} of the shape {list(state.shape)} for "
-            f"{own.name!r}, which is {list(parameter.shape)} here: no other plan could cut it",
+            f"{own.name!r}, of whose {list(own.shape)} this rank has {list(parameter.shape)}: no "
+            "other plan could cut it",
             hint=_TAKEN,
         )
-    if not own.writes:
-        return None
-    data = state.reshape(1) if state.ndim == 0 else state
-    return Written(own.name, key, LIKE, data, own.shape, own.pieces)
+    pieces = pieces_of_rank(tuple(data.shape), I, 1, 0)
+    shape = tuple(state.shape)
+    return Written(own.name, key, WHOLE, data, shape, pieces) if own.writes else None
+
+
+def _is_whole(own: OwnTensor) -> bool:
+    """Whether the rank has the whole parameter."""
+    return own.pieces == pieces_of_rank(own.shape or (1,), I, 1, 0)
 
 
 def _no_tensors(state: Mapping[str, Any], path: str) -> dict[str, Any]:

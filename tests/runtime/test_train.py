@@ -215,6 +215,60 @@ def test_a_run_goes_on_with_the_seed_that_it_began_with(load: Load, tmp_path: Pa
     assert losses(4, replace(kept, resume=True)) == undisturbed[2:]
 
 
+COUNTING = """
+class Slower(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.count, self.rates = 0, [None, None]
+
+    def step(self, closure=None):
+        self.count += 1
+        self.rates[self.count % 2] = 0.1 / self.count
+        self.param_groups[0]["lr"] = self.rates[self.count % 2]
+        super().step(closure)
+
+def optimizer(parameters): return Slower(parameters)
+"""
+
+
+def test_numbers_in_an_optimizers_attributes_go_on(load: Load, tmp_path: Path) -> None:
+    """Bug: a resumed run counted its steps from 0, and trained by other rates without a word."""
+
+    def losses(steps: int, saving: Keeping | None) -> tuple[float, ...]:
+        pipe, file = load(SHUFFLED + COUNTING)
+        return train(pipe, file, steps, print, saving=saving).losses
+
+    undisturbed = losses(4, None)
+    kept = Keeping(tmp_path / "kept")
+    assert losses(2, kept) == undisturbed[:2]
+    assert losses(4, replace(kept, resume=True)) == undisturbed[2:]
+
+
+AVERAGING = """
+class Lookahead(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for p, slow in self.slow.items(): p.copy_(slow.lerp_(p, 0.5))
+
+def optimizer(parameters):
+    made = Lookahead(parameters, lr=0.1)
+    made.slow = {p: p.detach().clone() for p in made.param_groups[0]["params"]}
+    return made
+"""
+
+
+def test_tensors_in_an_optimizers_attributes(load: Load, tmp_path: Path) -> None:
+    """Bug: a resumed run went on with the first weights in their place. The first step tells."""
+    pipe, file = load(AVERAGING)
+    losses = train(pipe, file, 3, print).losses
+    assert len(losses) == 3, "without a checkpoint it trains"
+    pipe, file = load(AVERAGING)
+    with pytest.raises(CheckpointError, match="Lookahead keeps tensors in its attribute 'slow'"):
+        train(pipe, file, 3, print, saving=Keeping(tmp_path / "kept"))
+    assert pipe.steps == 1
+
+
 def test_no_batch_at_all(load: Load) -> None:
     pipe, file = load(FINITE.format(steps=0))
     assert run(pipe, file, None) == (Measured((), 0.0, ()), [])

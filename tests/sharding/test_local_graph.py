@@ -14,7 +14,8 @@ from autopipe.ir.graph import Ref, shape_at
 from autopipe.ir.partition import partition
 from autopipe.planfile.placements import I, S, Sharding
 from autopipe.sharding.collectives import CONVERT
-from autopipe.sharding.local_graph import shard_graph
+from autopipe.sharding.local_graph import shard_graph, shardable
+from autopipe.sharding.strategies import possible_in
 from autopipe.stages.lower import lower
 from autopipe.stages.rng import stream
 from autopipe.tracing.trace import Trace
@@ -125,6 +126,45 @@ def test_other_rows_than_it_was_planned_for() -> None:
     sharding = shard(analyse(trace.graph), find_blocks(trace.graph), axis(2), 2)
     for rows in (1, 3):
         agrees(trace, case.model(), case.inputs(rows), sharding, rows)
+
+
+class Positions(nn.Module):
+    """tokens [b, s] -> their logits; of 24 positions the first s are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.positions = nn.Parameter(torch.randn(24, 16))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head((self.embedding(tokens) + self.positions[: tokens.shape[1]]).tanh())
+
+
+@pytest.mark.parametrize("length", [12, 13])
+def test_shorter_rows_than_it_was_planned_for(length: int) -> None:
+    """Bug: each rank took the first 6 of its own 12 positions, and the loss was another one."""
+    torch.manual_seed(0)
+    model = Positions()
+
+    def tokens(rows: int, length: int = 24) -> dict[str, Tensor]:
+        return {"tokens": integers(rows, length, below=32)}
+
+    def loss(made: Tensor, batch: Any) -> Tensor:
+        return made.square().mean()
+
+    long, short = (
+        trace_model(model, lambda rows, n=n: tokens(rows, n), loss) for n in (24, length)
+    )
+    by_tokens = Sharding(
+        2,
+        {"positions": S(0)},
+        {"slice/0": ((S(0),), S(0)), "add/0": ((S(1), S(0)), S(1)), "tanh/0": ((S(1),), S(1))},
+    )
+    agrees(long, model, tokens(2), by_tokens, 2)
+    found = possible_in(shardable(short.graph), by_tokens)
+    assert [*found.nodes] == ["add/0", "tanh/0"]
+    agrees(short, model, tokens(2, length), found, 2)
 
 
 def test_nodes_keep_their_names_and_order() -> None:

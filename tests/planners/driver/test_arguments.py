@@ -137,5 +137,5 @@ def test_an_optimizer_that_cannot_step() -> None:
     assert str(refused.value) == (
         "optimizer: steps of 2 small parameters, by dense gradients, end in TypeError: "
         "LBFGS.step() missing 1 required positional argument: 'closure'\n"
-        "hint: a run calls optimizer.step(), on each rank for its own parameters"
+        "hint: a run calls optimizer.step() without a closure, on each rank for its own parameters"
     )
