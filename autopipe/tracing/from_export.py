@@ -63,7 +63,7 @@ from autopipe.tracing.exported_nodes import (
     scopes_of,
     with_copies_beside,
 )
-from autopipe.tracing.stubs import BEGIN, END, STAND_IN, BlocksDiffer, Span
+from autopipe.tracing.stubs import BEGIN, END, STAND_IN, Span
 from autopipe.tracing.user_checkpoints import GRAD, MARK
 from autopipe.util import dims
 
@@ -270,12 +270,8 @@ class _Converter:
             self.spans[number].stop, self.spans[number].results = len(self.nodes), tensors
         else:
             span = self.spans[number]
-            if span.around != self.again:
-                raise BlocksDiffer(
-                    f"{scopes[-1]} runs again in backward where {span.scopes[-1]} does not"
-                )
             copies, results = span.copied(self.nodes, scopes, tensors, self._name, self.states)
-            self.nodes += copies
+            self.nodes += span.called_from(copies, self.again)
             return results
         return None
 

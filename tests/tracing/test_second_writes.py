@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from autopipe.planners.driver import against_eager
 from tests.support.odd_models import Net, built, inputs, planned, refusal, square, unlike
@@ -94,7 +94,49 @@ class LastOfAll(Averaged):
         return hidden
 
 
-TWICE = [Normed, Reentrant, Blocks, Averaged, Counted, BesideTheLoss, LastOfAll]
+class ToTheEnd(LastOfAll):
+    """Bug: by `early_stop=False` a function runs wholly again, and its last write moved once."""
+
+    def inside(self, hidden):
+        return checkpoint(self.again, hidden, use_reentrant=False, early_stop=False)
+
+
+class AllToTheEnd(LastOfAll):
+    reentrant = False
+
+    def inside(self, hidden):
+        with set_checkpoint_early_stop(False):
+            return super().inside(hidden)
+
+
+class InABlock(Block):
+    """The checkpoint is the block's own; planning traces one of three blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def again(self, hidden):
+        hidden = self.norm(self.layer(hidden))
+        self.calls += 1
+        return hidden
+
+    def forward(self, hidden):
+        return checkpoint(self.again, hidden, use_reentrant=False, early_stop=False)
+
+
+class OfBlocks(Net):
+    def begin(self):
+        self.blocks = nn.Sequential(*[InABlock() for _ in range(3)])
+
+    def inside(self, hidden):
+        return self.blocks(hidden)
+
+
+TWICE = [
+    *(Normed, Reentrant, Blocks, Averaged, Counted, BesideTheLoss, LastOfAll),
+    *(ToTheEnd, AllToTheEnd, OfBlocks),
+]
 
 
 @pytest.mark.sweep(of=8)
@@ -131,8 +173,17 @@ class Detached(Normed):
         return self.middle(hidden) + super().inside(hidden).detach()
 
 
-@pytest.mark.sweep(of=4)
-@pytest.mark.parametrize("kind", [Last, Detached])
+class LastInEach(Last):
+    """Bug: the first of two calls on one line was said to run to the end of the second."""
+
+    def inside(self, hidden):
+        for _ in range(2):
+            hidden = super().inside(hidden)
+        return hidden
+
+
+@pytest.mark.sweep(of=6)
+@pytest.mark.parametrize("kind", [Last, Detached, LastInEach])
 def test_what_backward_does_not_run_again_is_written_once(kind, size):
     planned(built(kind))
     assert unlike(built(kind)) == []
@@ -164,12 +215,38 @@ class Nested(Reentrant):
         return checkpoint(super().inside, hidden, use_reentrant=False)
 
 
+class NestedInOther(Counted):
+    """Bug: without a word of a large model, if neither is reentrant."""
+
+    def inside(self, hidden):
+        return checkpoint(super().inside, hidden, use_reentrant=False)
+
+
+class BeforeUntracked(Counted):
+    """Bug: a layer without gradients was taken for one that backward runs again."""
+
+    def again(self, hidden):
+        hidden = self.middle(hidden)
+        self.average += 1
+        with torch.no_grad():
+            other = self.middle(hidden)
+        return hidden + other
+
+
+class SavesNothing(ToTheEnd):
+    """Backward reads nothing of it, so it does not run at all."""
+
+    def again(self, hidden):
+        self.average += 1
+        return hidden + 1
+
+
 class ReadOutside(Counted):
     def inside(self, hidden):
         return super().inside(hidden).tanh() / (1 + self.average)
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize(
     "kind, name",
     [
@@ -178,6 +255,9 @@ class ReadOutside(Counted):
         (Shared, "norm.num_batches_tracked"),
         (Nested, "norm.num_batches_tracked"),
         (Assigned, "average"),
+        (NestedInOther, "average"),
+        (BeforeUntracked, "average"),
+        (SavesNothing, "average"),
     ],
 )
 def test_what_the_second_run_makes_otherwise_is_refused_by_name(kind, name, size):
