@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
-from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.frontend.refusals import depends_on_values, takes_a_number
 from autopipe.ir import check
@@ -46,11 +45,12 @@ from autopipe.ir.graph import (
     Value,
     short_name,
 )
-from autopipe.ir.torch_private import expression, formal_arguments, is_control_flow, storage_key
+from autopipe.ir.torch_private import expression, formal_arguments, storage_key
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import InputSpec
 from autopipe.rewriting.projections import with_projections
 from autopipe.tracing.exported_nodes import (
+    check_op,
     check_statistics,
     constant_of,
     drawn_without_gradient,
@@ -207,11 +207,7 @@ class _Converter:
         names = formal_arguments(target)
         if "sparse" in names:  # gradients are summed densely, over ranks too
             args = tuple(n != "sparse" and arg for n, arg in zip(names, args, strict=False))
-        if is_control_flow(target):
-            raise CaptureError(
-                f"{user_lines.of_trace(node.stack_trace)}: the model uses {name}, control flow "
-                "inside the graph that autopipe cannot split"
-            )
+        check_op(node)
         kwargs = {key: self._arg(arg, env) for key, arg in node.kwargs.items()}
         if name == "aten.detach_.default" and self._is_fresh_constant(args[0]):
             return args[0]
