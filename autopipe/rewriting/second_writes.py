@@ -23,10 +23,10 @@ from autopipe.ir.dataflow import Dataflow, analyse, gradient_values, written_by
 from autopipe.ir.graph import REGION_OP, Graph, Node, Ref, State, Value, swap, values_in
 from autopipe.planfile.node_names import NodeName
 
-Until = Literal["last saved", "end", "end if saved"]
+Until = Literal["last saved", "end", "end if saved", "otherwise"]
 """Up to where backward runs a function again: the last op that saves something; its end, with
 `use_reentrant=True`; its end, if backward reads what one of its ops saves, with
-`early_stop=False`."""
+`early_stop=False`. "otherwise": `context_fn` may change or leave out what runs."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class _Runs:
 
     def _surely(self, run: range, position: int, call: CheckpointCall) -> bool:
         """Whether a node of a call, through which a gradient goes, surely runs twice."""
-        if call.nested:
+        if call.nested or call.until == "otherwise":
             return False
         if call.until == "end":
             return True

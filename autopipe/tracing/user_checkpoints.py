@@ -19,11 +19,11 @@ backward runs it again.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,8 +104,15 @@ def _until(hooks: saved_tensors_hooks) -> Until:
     `early_stop` or `set_checkpoint_early_stop` holds, so the record that they write to does."""
     if asked_reentrant.get():
         return "end"
-    record = inspect.getclosurevars(hooks.pack_hook).nonlocals["frame"]
+    record = _read_by(hooks.pack_hook, "frame")
+    if not isinstance(_read_by(record.recompute_fn, "recompute_context"), nullcontext):
+        return "otherwise"
     return "last saved" if record.early_stop else "end if saved"
+
+
+def _read_by(function: Any, name: str) -> Any:
+    """What a name of the code around a function, which reads it, stands for."""
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def _unseen(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:

@@ -1,5 +1,7 @@
 """What a checkpointed function writes is written twice, as its second run in backward does."""
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -233,6 +235,20 @@ class BeforeUntracked(Counted):
         return hidden + other
 
 
+class WithoutMoving(Normed):
+    """Bug: without a word of a large model. The second run is told to move no statistics."""
+
+    @contextmanager
+    def still(self):
+        self.norm.momentum = 0.0
+        yield
+        self.norm.momentum = 0.1
+
+    def inside(self, hidden):
+        contexts = nullcontext(), self.still()
+        return checkpoint(self.again, hidden, use_reentrant=False, context_fn=lambda: contexts)
+
+
 class SavesNothing(ToTheEnd):
     """Backward reads nothing of it, so it does not run at all."""
 
@@ -258,6 +274,7 @@ class ReadOutside(Counted):
         (NestedInOther, "average"),
         (BeforeUntracked, "average"),
         (SavesNothing, "average"),
+        (WithoutMoving, "norm.num_batches_tracked"),
     ],
 )
 def test_what_the_second_run_makes_otherwise_is_refused_by_name(kind, name, size):
