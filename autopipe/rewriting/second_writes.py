@@ -77,14 +77,21 @@ def moved(text: str, around: str, path: str) -> str:
     return str(replace(call, number=number))
 
 
-_SAVES = {
+SAVING = {
     "linear": (0, 1),
     "addmm": (1, 2),
-    **dict.fromkeys(("matmul", "mm", "bmm", "batch_norm", "layer_norm")),
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d")),
+    **dict.fromkeys("matmul mm bmm conv1d conv2d conv3d batch_norm layer_norm group_norm".split()),
+    **dict.fromkeys("relu relu_ gelu silu tanh sigmoid exp softmax log_softmax embedding".split()),
+    "scaled_dot_product_attention": None,
 }
 """Ops that surely save something if autograd tracks them -> the arguments of which one must be
-tracked; None: any. Others may or may not."""
+tracked; None: any."""
+
+KEEPING_NOTHING = frozenset(
+    "add add_ sub sub_ rsub neg sum mean cat stack clone contiguous view reshape flatten unflatten "
+    "transpose permute unsqueeze squeeze expand select slice chunk split unbind to".split()
+)
+"""Ops that save nothing. Those in neither table may or may not."""
 
 
 def with_second_writes(graph: Graph, assigned: Collection[str]) -> Graph:
@@ -123,15 +130,15 @@ class _Runs:
     """What backward runs again of a graph, by the positions of nodes.
 
     Attributes:
-        tracked: what autograd tracks.
-        trained: of these, what a gradient of the loss goes through.
-        saving: of the tracked, what surely saves something.
+        trained: what autograd tracks and a gradient of the loss goes through.
+        saving: of what autograd tracks, what surely saves something.
+        perhaps: of that, what may save something.
     """
 
     flow: Dataflow
-    tracked: frozenset[int]
     trained: frozenset[int]
     saving: frozenset[int]
+    perhaps: frozenset[int]
 
     @classmethod
     def of(cls, flow: Dataflow) -> _Runs:
@@ -139,7 +146,8 @@ class _Runs:
         nodes, carrying = flow.graph.nodes, gradient_values(flow.graph)
         tracked = frozenset(p for p, node in enumerate(nodes) if carrying & {*_results(node)})
         saving = frozenset(p for p in tracked if _saves(nodes[p], carrying))
-        return cls(flow, tracked, frozenset(_trained(flow.graph, tracked)), saving)
+        perhaps = frozenset(p for p in tracked if nodes[p].short not in KEEPING_NOTHING)
+        return cls(flow, frozenset(_trained(flow.graph, tracked)), saving, perhaps)
 
     def written_again(self, run: range) -> Iterator[int]:
         """The nodes of a call that write a buffer a second time in backward.
@@ -148,7 +156,7 @@ class _Runs:
             CaptureError: whether one does, or what it writes, is not known.
         """
         nodes, root = self.flow.graph.nodes, self.flow.root
-        last = max(self.tracked.intersection(run))
+        last = max(self.perhaps.intersection(run), default=-1)
         for position in run:
             node = nodes[position]
             states = [found for v in written_by(node) if isinstance(found := root[v], State)]
@@ -157,10 +165,16 @@ class _Runs:
             call = CheckpointCall.of(node.again)
             if call.until == "last saved" and position > last and not call.nested:
                 continue
+            if call.until in ("last saved", "end if saved") and self._reads_nothing(run):
+                continue
             for state in states:
                 if not self._surely(run, position, call) or not self._writes_alike(node, state):
                     raise _refusal(node, state)
             yield position
+
+    def _reads_nothing(self, run: range) -> bool:
+        """Whether backward surely reads nothing of what the ops of a call save."""
+        return self.perhaps.isdisjoint(self.trained.intersection(run))
 
     def _surely(self, run: range, position: int, call: CheckpointCall) -> bool:
         """Whether a node of a call, through which a gradient goes, surely runs twice."""
@@ -187,9 +201,9 @@ class _Runs:
 
 def _saves(node: Node, carrying: Container[Value]) -> bool:
     """Whether autograd, which tracks a node, surely keeps something for its backward."""
-    if node.short not in _SAVES:
+    if node.short not in SAVING:
         return False
-    which = _SAVES[node.short]
+    which = SAVING[node.short]
     return which is None or any(node.args[n] in carrying for n in which)
 
 
