@@ -9,15 +9,17 @@ How far is told by round numbers, and by the numbers that the code compares a co
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.contents import (
     CONTAINERS,
+    MOST,
     ahead,
     is_as,
     measure,
@@ -27,6 +29,7 @@ from autopipe.eager.contents import (
 )
 from autopipe.eager.holders import Part, holders_of
 from autopipe.eager.second_run import Call, calls_of
+from autopipe.ir.torch_patches import is_torchs
 
 T = TypeVar("T")
 
@@ -87,6 +90,9 @@ class Watched(int):
     shift: int
     period: int
 
+    looked_up: ClassVar[set[tuple[int, int]]] = set()
+    """Shifts and periods of counts that were looked up in a set or a dict."""
+
     def _note(self, other: object) -> None:
         if isinstance(other, int | float) and math.isfinite(other):
             self.asked.add(Asked(self.shift, self.period, math.ceil(other)))
@@ -143,7 +149,15 @@ class Watched(int):
         self._note(other)
         return super().__ge__(other)
 
-    __hash__ = int.__hash__
+    def __hash__(self) -> int:
+        """Looked up in a set or a dict: one that is written in the code is a constant of it."""
+        frame = sys._getframe(1)
+        if not is_torchs(frame) and not frame.f_globals.get("__name__", "").startswith("autopipe."):
+            self.looked_up.add((self.shift, self.period))
+            for constant in frame.f_code.co_consts:
+                for number in constant if type(constant) is frozenset else ():
+                    self._note(number)
+        return super().__hash__()
 
 
 class Counts:
@@ -222,12 +236,16 @@ class Counts:
             if type(rise) is int and rise and type(entries.get(key[1])) is int:
                 asked[key] = set()
                 entries[key[1]] = Watched(entries[key[1]], asked[key])
+        Watched.looked_up.clear()
         with suppress(Exception):  # whatever the user's code raises
             run() if asked else None
         for holder in self._holders:
             for name, value in holder.values().items():
                 if type(value) is Watched:
                     holder.entries[name] = int(value)
+        keys = self._integers() if Watched.looked_up else ()
+        for questions in asked.values():
+            questions |= {Asked(*by, key) for by in Watched.looked_up for key in keys}
         found = (
             calls
             for key, questions in asked.items()
@@ -236,6 +254,12 @@ class Counts:
         )
         more = sorted({calls for calls in found if calls > 0} - {*AHEAD})
         return tuple(sorted({*AHEAD, *more[:MOST_PLACES]}))
+
+    def _integers(self) -> list[int]:
+        """The integers among the entries of sets and the keys of dicts that are kept."""
+        kept = (value for holder in self._holders for value in holder.values().values())
+        tables = [value for value in kept if type(value) in (dict, set, frozenset)]
+        return [key for table in tables for key in [*table][:MOST] if type(key) is int]
 
     def runs(self, run: Callable[[], T]) -> Iterator[T | str]:
         """The results of runs with counts farther and farther ahead; none if nothing has changed.

@@ -19,12 +19,14 @@ from autopipe.eager.counts import AHEAD, Counts
 from autopipe.errors import ModelError
 from tests.support.odd_models import Net, built, inputs, planned, refusal
 
+SCHEDULE = {0: 1.0, 40: 2.0}
+
 
 class Waiting:
     """A count, and what is asked of it in each call."""
 
     def __init__(self, question):
-        self.question, self.step = question, 0
+        self.question, self.step, self.table = question, 0, SCHEDULE
 
     def __call__(self):
         self.step += 1
@@ -38,6 +40,8 @@ ASKED = {
     "any rest": (lambda step: not step % 64, {61, 62, 63}),
     "the beginning of a period": (lambda step: step // 40 > 0, {37, 38, 39}),
     "a list": (lambda step: step in (40, 60), {37, 38, 39, 57, 58, 59}),
+    "a set": (lambda step: step in {40, 60}, {37, 38, 39, 57, 58, 59}),
+    "a dict": (lambda step: SCHEDULE.get(step, 1.0), {37, 38, 39}),
     "nothing": (lambda step: f"step {step}", set()),
 }
 
