@@ -298,6 +298,13 @@ class _AssigningCalls:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         original = getattr(self._owner, self._leaf)
+        if original is None:
+            raise CaptureError(
+                f"{begins(type(module).forward)}: the buffer {self._name!r} is None until the "
+                "first call assigns it, and later calls assign it too, otherwise; a graph is that "
+                "of one call",
+                hint="register it with a tensor, or call the model once in model()",
+            )
         self._originals.append(original)
         setattr(self._owner, self._leaf, original.clone())
 

@@ -1,14 +1,25 @@
-"""Find what a model counts in Python, and run the model with these counts far ahead."""
+"""Find what a model counts in Python, and run the model with these counts far ahead.
+
+How far is told by round numbers, and by the numbers that the code compares a count with:
+
+    if self.step % 64 == 0: ...       after 62, 63 and 64 more calls, of one call before
+    if 200 < self.step < 800: ...     after 198, 199, 200, 798, 799 and 800
+"""
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.contents import (
     CONTAINERS,
+    MOST,
     ahead,
     is_as,
     measure,
@@ -18,6 +29,7 @@ from autopipe.eager.contents import (
 )
 from autopipe.eager.holders import Part, holders_of
 from autopipe.eager.second_run import Call, calls_of
+from autopipe.ir.torch_patches import is_torchs
 
 T = TypeVar("T")
 
@@ -27,13 +39,125 @@ ROUND = 100, 1_000, 10_000
 AHEAD = (*range(1, 9), 30, *(count - gap for count in ROUND for gap in (3, 2, 1)), 100_000)
 """The numbers of calls by which counts are set ahead: a warm-up may be over then, or a phase begun.
 The model has been called one to three times before. A phase that begins and ends between two of
-these numbers is not seen."""
+these numbers is seen if it depends on a number that the code compares the count with."""
+
+MOST_PLACES = 40
+"""The most numbers of calls that are tried besides `AHEAD`."""
+
+MOST_STEPS = 10_000
+"""The longest period that is looked for, in calls."""
 
 FURTHER = 8
 """Further runs of a small model that keeps something which cannot be set ahead."""
 
 SMALL = 500
 """The most calls of torch in one run of a small model."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What code has compared a count with: count + shift, or its rest by a period (0: none)."""
+
+    shift: int
+    period: int
+    other: int
+
+    def calls(self, count: int, rise: int) -> Iterator[int]:
+        """After how many calls, of which each raises the count, the comparison may turn out
+        otherwise: where it reaches the other number, and one before and behind it."""
+        for target in (self.other - 1, self.other, self.other + 1):
+            missing = target - self.shift - count
+            if self.period:
+                steps = range(1, min(self.period, MOST_STEPS) + 1)
+                yield from [n for n in steps if (rise * n - missing) % self.period == 0][:1]
+            elif missing % rise == 0:
+                yield missing // rise
+
+
+class Watched(int):
+    """A count that notes what it is compared with, also behind an addition or as the rest of a
+    division."""
+
+    def __new__(
+        cls, value: int, asked: set[Asked] | None = None, shift: int = 0, period: int = 0
+    ) -> Watched:
+        """A count of this value; `asked` receives what it is compared with."""
+        made = super().__new__(cls, value)
+        made.asked, made.shift, made.period = set() if asked is None else asked, shift, period
+        return made
+
+    asked: set[Asked]
+    shift: int
+    period: int
+
+    looked_up: ClassVar[set[tuple[int, int]]] = set()
+    """Shifts and periods of counts that were looked up in a set or a dict."""
+
+    def _note(self, other: object) -> None:
+        if isinstance(other, int | float) and math.isfinite(other):
+            self.asked.add(Asked(self.shift, self.period, math.ceil(other)))
+
+    def _moved(self, result: Any, by: int) -> Any:
+        if type(result) is not int or self.period:
+            return result
+        return Watched(result, self.asked, self.shift + by)
+
+    def __add__(self, other: Any) -> Any:
+        return self._moved(super().__add__(other), other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._moved(super().__sub__(other), -other if type(other) is int else 0)
+
+    def __mod__(self, other: Any) -> Any:
+        rest = super().__mod__(other)
+        if type(other) is not int or other < 2 or self.period:
+            return rest
+        return Watched(rest, self.asked, self.shift, other)
+
+    def __floordiv__(self, other: Any) -> Any:
+        if type(other) is int and other > 1 and not self.period:
+            self.asked.add(Asked(self.shift, other, 0))
+        return super().__floordiv__(other)
+
+    def __bool__(self) -> bool:
+        self._note(0)
+        return int(self) != 0
+
+    def __eq__(self, other: object) -> Any:
+        self._note(other)
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> Any:
+        self._note(other)
+        return super().__ne__(other)
+
+    def __lt__(self, other: Any) -> Any:
+        self._note(other)
+        return super().__lt__(other)
+
+    def __le__(self, other: Any) -> Any:
+        self._note(other)
+        return super().__le__(other)
+
+    def __gt__(self, other: Any) -> Any:
+        self._note(other)
+        return super().__gt__(other)
+
+    def __ge__(self, other: Any) -> Any:
+        self._note(other)
+        return super().__ge__(other)
+
+    def __hash__(self) -> int:
+        """Looked up in a set or a dict: one that is written in the code is a constant of it."""
+        frame = sys._getframe(1)
+        if not is_torchs(frame) and not frame.f_globals.get("__name__", "").startswith("autopipe."):
+            self.looked_up.add((self.shift, self.period))
+            for constant in frame.f_code.co_consts:
+                for number in constant if type(constant) is frozenset else ():
+                    self._note(number)
+        return super().__hash__()
 
 
 class Counts:
@@ -74,12 +198,7 @@ class Counts:
 
         The change up to the first call of this method is taken for the change of one call.
         """
-        if self._rises is None:
-            now, before = self._now(), self._before
-            rises = {key: rise_of(before.get(key, value), value) for key, value in now.items()}
-            self._rises = {k: rise for k, rise in rises.items() if before.get(k, now[k]) != now[k]}
-            self._fronts = {key: self._loses_its_front(key) for key in self._lists.keys() & rises}
-        for key, rise in self._rises.items():
+        for key, rise in self._risen_by().items():
             entries, name = self._holders[key[0]].entries, key[1]
             if rise is None or name not in entries:
                 continue
@@ -93,10 +212,59 @@ class Counts:
                 if raised_value is not value:
                     entries[name] = raised_value
 
+    def _risen_by(self) -> dict[tuple[int, Any], Any]:
+        """By how much each value has changed, when this is asked for the first time."""
+        if self._rises is None:
+            now, before = self._now(), self._before
+            rises = {key: rise_of(before.get(key, value), value) for key, value in now.items()}
+            self._rises = {k: rise for k, rise in rises.items() if before.get(k, now[k]) != now[k]}
+            self._fronts = {key: self._loses_its_front(key) for key in self._lists.keys() & rises}
+        return self._rises
+
+    def places(self, run: Callable[[], object]) -> tuple[int, ...]:
+        """The numbers of calls to try: `AHEAD`, and those by which a count reaches what the code
+        compares it with; none if nothing has changed.
+
+        Args:
+            run: runs the model once, with counts that note it.
+        """
+        if not self.risen:
+            return ()
+        asked: dict[tuple[int, Any], set[Asked]] = {}
+        for key, rise in self._risen_by().items():
+            entries = self._holders[key[0]].entries
+            if type(rise) is int and rise and type(entries.get(key[1])) is int:
+                asked[key] = set()
+                entries[key[1]] = Watched(entries[key[1]], asked[key])
+        Watched.looked_up.clear()
+        with suppress(Exception):  # whatever the user's code raises
+            run() if asked else None
+        for holder in self._holders:
+            for name, value in holder.values().items():
+                if type(value) is Watched:
+                    holder.entries[name] = int(value)
+        keys = self._integers() if Watched.looked_up else ()
+        for questions in asked.values():
+            questions |= {Asked(*by, key) for by in Watched.looked_up for key in keys}
+        found = (
+            calls
+            for key, questions in asked.items()
+            for question in questions
+            for calls in question.calls(self._before[key], self._risen_by()[key])
+        )
+        more = sorted({calls for calls in found if calls > 0} - {*AHEAD})
+        return tuple(sorted({*AHEAD, *more[:MOST_PLACES]}))
+
+    def _integers(self) -> list[int]:
+        """The integers among the entries of sets and the keys of dicts that are kept."""
+        kept = (value for holder in self._holders for value in holder.values().values())
+        tables = [value for value in kept if type(value) in (dict, set, frozenset)]
+        return [key for table in tables for key in [*table][:MOST] if type(key) is int]
+
     def runs(self, run: Callable[[], T]) -> Iterator[T | str]:
         """The results of runs with counts farther and farther ahead; none if nothing has changed.
         Of a run that fails the error's text: a table of the user's may be shorter."""
-        for number in AHEAD if self.risen else ():
+        for number in self.places(run):
             self.ahead(number)
             try:
                 yield run()

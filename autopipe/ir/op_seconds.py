@@ -49,9 +49,10 @@ from autopipe.util import dtypes as dtype_names
 def reached(dims: Sequence[Any], half: float) -> Any:
     """The fraction of its peak rate that a device reaches in a matmul of these dims.
 
-    `dims` are numbers or formulas; the fraction is 1 if `dims` is empty.
+    `dims` are numbers or formulas; the fraction is 1 if `dims` is empty. A product with a dim of 0
+    multiplies nothing, at any rate.
     """
-    return math.prod(dim / (dim + half) for dim in dims)
+    return math.prod(dim / (dim + half) for dim in dims if dim != 0)
 
 
 _RATE = {

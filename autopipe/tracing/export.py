@@ -74,7 +74,6 @@ class Program(nn.Module):
         asked_for_others: not empty if the model has asked whether there are other processes.
         asks_for_gpus: the user's lines that have asked whether a tensor is on a GPU.
         asks_for_one_row: the user's lines that have asked whether there is one row.
-        reentrant: what a trace has noted of checkpoints (`user_checkpoints.marking`).
         otherwise: the error if later runs read other values than the first; else None.
         twins: modules whose tensors stand for the model's own where the loss reads them.
         regions: the calls that are ops of a trace (`opaque.regions`).
@@ -105,7 +104,6 @@ class Program(nn.Module):
         self.asked_for_others: Sequence[bool] = ()
         self.asks_for_gpus: set[str] = set()
         self.asks_for_one_row: set[str] = set()
-        self.reentrant: set[tuple[str, bool]] = set()
         self.otherwise: CaptureError | None = None
         self.twins: tuple[nn.Module, ...] = ()
         self.regions: tuple[Running, ...] = ()
@@ -276,8 +274,7 @@ def capture(
 
         def export() -> torch.export.ExportedProgram:
             standing, first = standing_in(program.model, alike), restoring(*program.parts)
-            marks = marking(program.reentrant)
-            with first, torch.random.fork_rng(devices=[]), replay(reads), marks, standing:
+            with first, torch.random.fork_rng(devices=[]), replay(reads), marking(), standing:
                 return torch.export.export(
                     program,
                     tuple(tensors),

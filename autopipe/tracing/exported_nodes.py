@@ -27,7 +27,7 @@ from autopipe.ir.graph import (
     short_name,
     values_in,
 )
-from autopipe.ir.torch_private import expression, is_fake, storage_key, writes
+from autopipe.ir.torch_private import expression, is_control_flow, is_fake, storage_key, writes
 from autopipe.planfile.placements import BIG
 
 LOSS_SCOPE = "loss()"
@@ -49,6 +49,25 @@ def scopes_of(node: fx.Node) -> tuple[str, ...]:
             calls.append(str(visit))
     known = any(path == "" for path, _ in stack.values())
     return tuple(calls) if inside or not known else (LOSS_SCOPE,)
+
+
+def check_op(node: fx.Node) -> None:
+    """Refuse, with the user's line, an op that no stage can run.
+
+    Raises:
+        CaptureError: it is a loop, or gives a tensor other memory.
+    """
+    place = user_lines.of_trace(node.stack_trace)
+    if is_control_flow(node.target):
+        raise CaptureError(
+            f"{place}: the model uses {node.target}, control flow inside the graph that autopipe "
+            "cannot split"
+        )
+    if str(node.target).startswith("aten.set_."):
+        raise CaptureError(
+            f"{place}: x.set_() gives a tensor other memory; ranks have each tensor in its own",
+            hint="write in place: x.copy_(value)",
+        )
 
 
 def is_whole_slice(op: str, args: tuple[Arg, ...]) -> bool:

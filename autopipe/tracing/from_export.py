@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
-from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.frontend.refusals import depends_on_values, takes_a_number
 from autopipe.ir import check
@@ -46,11 +45,12 @@ from autopipe.ir.graph import (
     Value,
     short_name,
 )
-from autopipe.ir.torch_private import expression, formal_arguments, is_control_flow, storage_key
+from autopipe.ir.torch_private import expression, formal_arguments, storage_key
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import InputSpec
 from autopipe.rewriting.projections import with_projections
 from autopipe.tracing.exported_nodes import (
+    check_op,
     check_statistics,
     constant_of,
     drawn_without_gradient,
@@ -63,7 +63,7 @@ from autopipe.tracing.exported_nodes import (
     scopes_of,
     with_copies_beside,
 )
-from autopipe.tracing.stubs import BEGIN, END, STAND_IN, BlocksDiffer, Span
+from autopipe.tracing.stubs import BEGIN, END, STAND_IN, Span
 from autopipe.tracing.user_checkpoints import GRAD, MARK
 from autopipe.util import dims
 
@@ -207,11 +207,7 @@ class _Converter:
         names = formal_arguments(target)
         if "sparse" in names:  # gradients are summed densely, over ranks too
             args = tuple(n != "sparse" and arg for n, arg in zip(names, args, strict=False))
-        if is_control_flow(target):
-            raise CaptureError(
-                f"{user_lines.of_trace(node.stack_trace)}: the model uses {name}, control flow "
-                "inside the graph that autopipe cannot split"
-            )
+        check_op(node)
         kwargs = {key: self._arg(arg, env) for key, arg in node.kwargs.items()}
         if name == "aten.detach_.default" and self._is_fresh_constant(args[0]):
             return args[0]
@@ -270,12 +266,8 @@ class _Converter:
             self.spans[number].stop, self.spans[number].results = len(self.nodes), tensors
         else:
             span = self.spans[number]
-            if span.around != self.again:
-                raise BlocksDiffer(
-                    f"{scopes[-1]} runs again in backward where {span.scopes[-1]} does not"
-                )
             copies, results = span.copied(self.nodes, scopes, tensors, self._name, self.states)
-            self.nodes += copies
+            self.nodes += span.called_from(copies, self.again)
             return results
         return None
 

@@ -29,6 +29,7 @@ from autopipe.ir.blocks import Visit
 from autopipe.ir.graph import Node, Ref, State, Value
 from autopipe.ir.torch_private import expression, storage_key
 from autopipe.opaque.trees import distinct_tensors, parts_of, whole_of
+from autopipe.rewriting.second_writes import like, moved
 from autopipe.tracing.module_makes import modes
 
 BEGIN = "autopipe.begin.default"
@@ -173,7 +174,7 @@ def _size(size: Any) -> Any:
 class Span:
     """The nodes of the first block in the graph under construction: positions [first, stop).
 
-    `around` is the user's line of the checkpoint around the block, if there is one.
+    `around` is the text of the `CheckpointCall` around the block, if there is one.
     """
 
     scopes: tuple[str, ...]
@@ -229,6 +230,20 @@ class Span:
             for number in range(len(node.outputs)):
                 known[Ref(node.name, number)] = Ref(alike.name, number)
         return added, tuple(known[result] for result in self.results)
+
+    def called_from(self, copies: Sequence[Node], around: str) -> Iterator[Node]:
+        """Copies of the nodes, in other calls of checkpoints.
+
+        Args:
+            around: the text of the checkpoint's call around the copies; "": none.
+
+        Raises:
+            BlocksDiffer: one block runs again in backward, and the other does not, or otherwise.
+        """
+        if not like(self.around, around):
+            raise BlocksDiffer(f"{self.scopes[-1]} runs again in backward as its copy does not")
+        for node in copies:
+            yield replace(node, again=moved(node.again, around, node.scopes[len(self.scopes) - 1]))
 
 
 def _moved(path: str, home: str, there: str) -> str:

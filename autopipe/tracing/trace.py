@@ -27,6 +27,7 @@ from autopipe.opaque.search import with_regions
 from autopipe.opaque.trees import NotPlain
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import Region
+from autopipe.rewriting.second_writes import with_own_results, with_second_writes
 from autopipe.tracing.export import Program, capture, tensors_of
 from autopipe.tracing.from_export import convert
 from autopipe.tracing.looks import DtypesDiffer, Others, glance, look
@@ -42,7 +43,6 @@ from autopipe.tracing.low_precision import (
 from autopipe.tracing.measuring import Measuring
 from autopipe.tracing.same_modules import Likeness
 from autopipe.tracing.stubs import BlocksDiffer
-from autopipe.tracing.user_checkpoints import with_own_results, with_second_writes
 from autopipe.tracing.value_guards import NeedsNumbers
 from autopipe.util.progress import Say
 
@@ -331,8 +331,7 @@ class _Tracing:
         graph = named(graph, program.regions)
         if program.training:
             graph = check.after("results of checkpoints", with_own_results(graph))
-            written = with_second_writes(graph, assigned, program.reentrant)
-            graph = check.after("second writes", written)
+            graph = check.after("second writes", with_second_writes(graph, assigned))
         if self.kept is not None:
             check_operands(graph, self.kept.dtype)
             check_followers(graph, self.kept.dtype)

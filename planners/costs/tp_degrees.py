@@ -173,9 +173,10 @@ def _check_heads(graph: Graph, tp: int) -> None:
 
     Such a plan is right, but its ranks repeat the same work, which nobody asks for on purpose. (A
     search may still choose it if nothing else fits.) In a model whose attentions have 1, 2, 4 and 8
-    heads (SegFormer), those that do not divide stay whole.
+    heads (SegFormer), those that do not divide stay whole; so does an attention of one head, which
+    no degree divides, between the convolutions of an autoencoder.
     """
-    attentions = _heads(graph)
+    attentions = {name: heads for name, heads in _heads(graph).items() if heads > 1}
     if attentions and all(heads % tp for heads in attentions.values()):
         name, heads = next(iter(attentions.items()))
         dividing = [n for n in range(1, heads + 1) if heads % n == 0]

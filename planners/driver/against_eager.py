@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.eager.assigned_buffers import as_before, buffers_of, put
-from autopipe.eager.counts import AHEAD, FURTHER, Counts
+from autopipe.eager.counts import FURTHER, Counts
 from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch, unwritten
@@ -59,7 +59,7 @@ from autopipe.util.progress import Say, phase
 
 MOST_FLOPS = 1e10
 """Operations of the graph's forward on these rows; all runs together are about eight of it, of a
-model that counts its calls three for each place of `AHEAD` besides."""
+model that counts its calls three for each of `Counts.places` besides."""
 
 MOST_BYTES = 2**27
 """Bytes of the model's parameters."""
@@ -299,7 +299,9 @@ def _far_ahead(
 
     with restoring(*parts):
         _outcome(run, model, batches[1:], weights, 1)
-        for calls in (n for n in AHEAD if n > FURTHER and counts.risen):
+        with restoring(*parts):
+            places = counts.places(lambda: run_ahead(0))
+        for calls in (n for n in places if n > FURTHER):
             with restoring(*parts):
                 counts.ahead(calls)
                 run_ahead(calls)

@@ -15,9 +15,48 @@ import torch
 from torch import nn
 
 from autopipe.eager.contents import content_of, is_as, measure, put_back, raised
-from autopipe.eager.counts import Counts
+from autopipe.eager.counts import AHEAD, Counts
 from autopipe.errors import ModelError
 from tests.support.odd_models import Net, built, inputs, planned, refusal
+
+SCHEDULE = {0: 1.0, 40: 2.0}
+
+
+class Waiting:
+    """A count, and what is asked of it in each call."""
+
+    def __init__(self, question):
+        self.question, self.step, self.table = question, 0, SCHEDULE
+
+    def __call__(self):
+        self.step += 1
+        self.answer = self.question(self.step)
+
+
+ASKED = {
+    "a number": (lambda step: step == 500, {499, 498, 497}),
+    "another, behind a sum": (lambda step: step + 10 > 50.5, {38, 39, 40}),
+    "a rest": (lambda step: step % 64 == 40, {37, 38, 39}),
+    "any rest": (lambda step: not step % 64, {61, 62, 63}),
+    "the beginning of a period": (lambda step: step // 40 > 0, {37, 38, 39}),
+    "a list": (lambda step: step in (40, 60), {37, 38, 39, 57, 58, 59}),
+    "a set": (lambda step: step in {40, 60}, {37, 38, 39, 57, 58, 59}),
+    "a dict": (lambda step: SCHEDULE.get(step, 1.0), {37, 38, 39}),
+    "nothing": (lambda step: f"step {step}", set()),
+}
+
+
+@pytest.mark.parametrize(("question", "expected"), ASKED.values(), ids=ASKED)
+def test_a_count_is_tried_where_it_reaches_what_it_is_compared_with(question, expected):
+    """Bug: "each 64th call" was never seen. Where a model is called the second time, the count is
+    1; `n` more calls are then the call 2 + n."""
+    loss = Waiting(question)
+    loss()
+    counts = Counts(loss)
+    assert counts.places(loss) == ()  # nothing has changed
+    loss()
+    assert {*counts.places(loss)} - {*AHEAD} == expected - {*AHEAD}
+    assert type(loss.step) is int
 
 
 class Warm(Net):

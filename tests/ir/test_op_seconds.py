@@ -32,6 +32,7 @@ def test_a_dim_of_half_the_device_halves_the_rate_and_each_dim_counts() -> None:
     assert reached((64, 64, 64), 64.0) == 1 / 8
     assert reached((192, 64, 64), 64.0) == 3 / 16
     assert reached((5, 7, 9), 0.0) == 1.0, "a device whose tiles have no edges"
+    assert reached((4, 0, 16), 0.0) == 1.0, "without a column nothing is multiplied"
     assert reached((64_000,) * 3, 64.0) == pytest.approx(1, abs=0.01)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopipe.errors import CaptureError
 from autopipe.stages.lower import lower
 from tests.support.long import chosen
 from tests.support.odd_models import (
@@ -261,6 +262,26 @@ class NoneAtFirst(Net):
         if self.scale is None:
             self.scale = torch.linspace(0.5, 2, hidden.shape[1])
         return self.middle(hidden) * self.scale
+
+
+class AveragedFromTheFirst(Net):
+    """Bug: the model could not be captured, as 'NoneType' had no attribute 'clone'."""
+
+    def begin(self):
+        self.register_buffer("mean", None)
+
+    def inside(self, hidden):
+        now = hidden.detach().mean(0)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return self.middle(hidden) - self.mean
+
+
+def test_a_buffer_that_the_first_call_makes_and_later_ones_move_is_refused_by_its_name():
+    with pytest.raises(CaptureError, match="the buffer 'mean' is None until the first call"):
+        trace_model(built(AveragedFromTheFirst), inputs, square)
+    model = built(AveragedFromTheFirst)
+    model(inputs(2)["x"])  # as the hint says
+    assert unlike(model) == []
 
 
 def test_a_buffer_that_is_none_until_the_first_call_is_none_again_for_the_next_trace():

@@ -180,6 +180,19 @@ class InnerGradient(Net):
         return made + slope
 
 
+class OtherMemory(Averaged):
+    def inside(self, hidden):
+        with torch.no_grad():
+            self.average.set_(self.average + 1)
+        return self.middle(hidden) * self.average
+
+
+def test_other_memory_of_a_buffer_is_refused():
+    """Bug: of a large model, not a word: the buffer stayed as it was."""
+    with pytest.raises(CaptureError, match=r": x.set_\(\) gives a tensor other memory"):
+        trace_model(built(OtherMemory), inputs, square)
+
+
 class SparseTable(Net):
     """Neighbours in a graph, as many libraries keep them."""
 

@@ -243,6 +243,25 @@ class NonReentrant(Net):
 
 
 @odd()
+class CheckpointToTheEnd(Net):
+    """Backward runs all of the function again: the counter behind its last layer moves twice."""
+
+    def begin(self) -> None:
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("hits", torch.zeros(16))
+
+    def counted(self, hidden: Tensor) -> Tensor:
+        """A layer whose active units are counted."""
+        made = self.layer(hidden).relu()
+        with torch.no_grad():
+            self.hits += (made > 0).sum(0)
+        return hidden + made
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return checkpoint(self.counted, hidden, use_reentrant=False, early_stop=False)
+
+
+@odd()
 class CheckpointSequential(Net):
     """Checkpoints parts of a list."""
 

@@ -221,6 +221,23 @@ class Volume(nn.Module):
 
 
 @odd(pictures)
+class AttentionOfOneHead(nn.Module):
+    """As autoencoders of diffusion models have it between convolutions: no degree divides it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 16, 4, 4), nn.Conv2d(16, CLASSES, 3)
+        self.norm, self.qkv, self.out = nn.GroupNorm(4, 16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, CLASSES]"""
+        x = self.a(x)
+        q, k, v = self.qkv(self.norm(x).flatten(2).mT)[:, None].chunk(3, -1)
+        made = nn.functional.scaled_dot_product_attention(q, k, v)[:, 0]
+        return self.b((x + self.out(made).mT.unflatten(2, x.shape[2:])).relu()).mean((2, 3))
+
+
+@odd(pictures)
 class Mixer(nn.Module):
     """Patches, mixed over space and over channels in turn."""
 

@@ -560,7 +560,7 @@ class WarmByAnObject(Net):
 def test_a_warm_up_that_is_counted_in_python_is_refused(kind):
     """Bug: two calls do the same, and a run was trained on for good as if it were warming up."""
     said = refusal(built(kind))
-    assert f"on the same rows after {997 if kind is Warm else 97} more calls" in said
+    assert f"on the same rows after {498 if kind is Warm else 97} more calls" in said
     assert ("; it keeps calls" in said) == (kind is Warm)
 
 
@@ -582,10 +582,25 @@ class EachHundredth(Warm):
         return self.middle(hidden) * (2 if self.calls % 100 == 0 else 1)
 
 
-@pytest.mark.sweep(of=3)
-@pytest.mark.parametrize("kind", [Phase, EachFourth, EachHundredth])
+class EachSixtyFourth(Warm):
+    def inside(self, hidden):
+        self.calls += 1
+        return self.middle(hidden) * (1 if self.calls % 64 else 2)
+
+
+class AfterHundreds(Warm):
+    def inside(self, hidden):
+        self.calls += 1
+        return self.middle(hidden) * (2 if 200 < self.calls < 800 else 1)
+
+
+@pytest.mark.sweep(of=5)
+@pytest.mark.parametrize("kind", [Phase, EachFourth, EachHundredth, EachSixtyFourth, AfterHundreds])
 def test_so_is_a_phase_and_what_comes_again(kind):
-    """Bug: a count was looked at 10, 1000 and 100 000 calls ahead, and nowhere between."""
+    """Bugs: a count was looked at 10, 1000 and 100 000 calls ahead, and nowhere between.
+
+    Then not where the code itself has a number that it waits for.
+    """
     assert "more calls, or gradients are others; it keeps calls" in refusal(built(kind))
 
 
