@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 from autopipe import CheckpointError
+from autopipe.planfile.placements import OwnRows
 from autopipe.runtime.checkpoint import optimizer as states
 from autopipe.runtime.checkpoint.layout import rows_of
 from autopipe.runtime.checkpoint.plain import like, plain
@@ -132,7 +133,8 @@ def test_a_state_of_another_shape_needs_the_whole_parameter(tmp_path: Path) -> N
     (folder,) = (tmp_path / "kept").iterdir()
 
     content = pipe.content(optimizer)
-    part = {name: replace(own, pieces=rows_of(own.pieces, 0, 1)) for name, own in
+    first = OwnRows(0, 0, 1)
+    part = {name: replace(own, pieces=rows_of(own.pieces, first)) for name, own in
             content.own.items()}  # fmt: skip
     with pytest.raises(CheckpointError, match="Adafactor keeps 'row_var' of the shape "):
         states.tensors(optimizer, content.named, part)
