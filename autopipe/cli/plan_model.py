@@ -232,8 +232,9 @@ def plan(
 def _one_line(made: Plan) -> str:
     """A plan in a line."""
     mesh = made.mesh
+    zero = f" zero={made.zero}" if made.zero and mesh.dp > 1 else ""
     return (
-        f"plan: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, "
+        f"plan: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}{zero}, "
         f"{numbers.count(made.batch.micro_batches, 'micro-batch', 'micro-batches')}, "
         f"{made.schedule}; predicted step {numbers.seconds(made.prediction.step_seconds)}, "
         f"{numbers.count(made.batch.rows, 'row')}"

@@ -56,7 +56,7 @@ def test_plan_needs_no_argument_but_the_model(
     assert rates.startswith("rates of this machine: measured before, read from ")
     assert traced.startswith("traced: 6 nodes, 0.0 M parameters")
     assert re.fullmatch(
-        r"plan: pp=\d dp=\d tp=1, \d+ micro-batch(es)?, [a-z0-9-]+; "
+        r"plan: pp=\d dp=\d tp=1( zero=\d)?, \d+ micro-batch(es)?, [a-z0-9-]+; "
         r"predicted step [\d.]+ (us|ms), 16 rows",
         decided,
     )
