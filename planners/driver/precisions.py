@@ -31,10 +31,12 @@ def usual_precisions(cluster: Cluster | LocalSpec, model: nn.Module, say: Say) -
     if not on_gpus(cluster):
         return ("fp32",)
     if isinstance(cluster, LocalSpec):
-        have = torch.cuda.is_bf16_supported(including_emulation=False)
+        bf16, fp16 = torch.cuda.is_bf16_supported(including_emulation=False), True
     else:
-        have = all("bf16" in device.flops for device in cluster.devices)
-    if not have:
+        bf16, fp16 = (all(d in of.flops for of in cluster.devices) for d in ("bf16", "fp16"))
+    if not bf16:
+        if fp16:
+            say("precision: fp32, as not all GPUs have bf16; --precision fp16 is quicker there")
         return ("fp32",)
     say("precision: bf16 with fp32 master weights; --precision asks for another")
     return "bf16", "bf16-autocast", "fp32"

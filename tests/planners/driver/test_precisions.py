@@ -24,6 +24,13 @@ def test_on_a_processor_it_is_fp32() -> None:
     assert usual_precisions(GPUS, layer.bfloat16(), said.append) == ("fp32",), "as it was built"
 
 
+def test_of_gpus_without_bf16_fp16_is_named() -> None:
+    said: list[str] = []
+    volta = parse("1x2xV100-32GB")
+    assert usual_precisions(volta, nn.Linear(2, 2), said.append) == ("fp32",)
+    assert said == ["precision: fp32, as not all GPUs have bf16; --precision fp16 is quicker there"]
+
+
 def test_the_first_precision_that_goes_is_taken_and_said_with_the_reason() -> None:
     def planned(precision: str) -> str:
         if precision == "bf16":
