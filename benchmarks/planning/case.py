@@ -44,6 +44,10 @@ CASES: dict[str, Case] = {
         f"{_HERE}/gpt_oss_120b.py",
         ("--cluster", "16x8xH100-80GB", "--batch", "256", "--precision", "bf16"),
     ),
+    "mixtral-8x22b": Case(
+        f"{_HERE}/mixtral_8x22b.py",
+        ("--cluster", "16x8xH100-80GB", "--batch", "512", "--precision", "bf16"),
+    ),
     "llama-7b": Case(
         f"{_HERE}/llama_7b.py",
         ("--cluster", "1x8xH100-80GB", "--batch", "64", "--precision", "bf16"),

@@ -105,6 +105,25 @@ def gemma2() -> nn.Module:
     )
 
 
+def mixtral_8x22b() -> nn.Module:
+    """https://huggingface.co/mistralai/Mixtral-8x22B-v0.1/blob/main/config.json"""
+    import transformers
+
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            hidden_size=6144,
+            num_hidden_layers=56,
+            num_attention_heads=48,
+            num_key_value_heads=8,
+            intermediate_size=16384,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            vocab_size=32768,
+            use_cache=False,
+        )
+    )
+
+
 def gpt_oss() -> nn.Module:
     """gpt-oss-120b (OpenAI, 2025): 36 layers of 128 experts each, which transformers' own defaults
     are; near and far layers take turns."""
