@@ -14,6 +14,7 @@ Bytes of a rank, with P those of its shared trainable parameters, G of their gra
 bytes per byte of parameter, n ranks in the group, b = max(25 MB, the largest parameter):
 
     parameters    P                     always; with masters, P/n + L, where L is of 16 bits
+                  P + P/n               of those whose rows lie in several pieces
     gradients     G                     in backward
                   G + G/n + b           at most, while the buckets are summed
                   G/n                   from STEP to the next step
