@@ -12,6 +12,8 @@
 * `tree_map` (torch.utils._pytree), to cast the tensors in whatever a model takes and gives;
 * a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones;
 * the Python function that `torch.jit.script` has compiled, for a trace to follow;
+* what torch.utils.checkpoint notes of a call, since no public name tells whether `early_stop` or
+  `set_checkpoint_early_stop` holds there;
 * whether a tensor belongs to a transform of `torch.func`, which no public function tells;
 * hooks on gradients, to see that there are any, and the weights that an RNN lists, to lend others:
   `torch.func.functional_call` takes them back before a checkpoint's backward runs it once more.
@@ -24,7 +26,7 @@ from __future__ import annotations
 import keyword
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, cast
 
@@ -45,43 +47,12 @@ from torch.utils._pytree import tree_map
 
 from autopipe.ir.torch_patches import patched
 
-__all__ = [
+__all__ = [  # torch's own; what is defined here needs no list
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "TorchDispatchMode",
-    "argument_types",
-    "buffer_names",
-    "constructing",
-    "expression",
-    "fake_like",
-    "fake_mode",
-    "fake_parameter",
-    "formal_arguments",
-    "hooks_put_aside",
-    "in_code",
-    "in_graph_module",
-    "is_control_flow",
-    "is_fake",
-    "is_transformed",
-    "lend",
-    "lists_as_one_read",
-    "module_backward_hooks",
-    "no_function_modes",
-    "no_modes",
-    "no_saved_tensors_hooks",
-    "outside_fake_mode",
-    "quiet",
-    "scripted_from",
-    "share_members",
-    "storage_key",
-    "tensor_hooks",
     "tree_map",
-    "version",
-    "viewed",
-    "views",
-    "writes",
-    "written_arguments",
 ]
 
 
@@ -236,6 +207,19 @@ def scripted_from(function: torch.jit.ScriptFunction[Any, Any]) -> Callable[...,
     """The Python function that torch.jit has scripted; None: it has traced one on an example."""
     attributes = vars(function)  # only a scripted one is given a name
     return attributes["_torchdynamo_inline"] if "__name__" in attributes else None
+
+
+def second_run_of(pack: Callable[[torch.Tensor], object]) -> tuple[bool, bool]:
+    """Of a call of a checkpoint without reentrance, by its hook that packs tensors: whether its
+    second run stops early, and whether that has a context of its own (`context_fn`)."""
+    call = _read_by(pack, "frame")
+    context = _read_by(call.recompute_fn, "recompute_context")
+    return call.early_stop, not isinstance(context, nullcontext)
+
+
+def _read_by(function: Any, name: str) -> Any:
+    """What a name of the code around a function, which reads it, stands for."""
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Block
 from autopipe.ir.dataflow import Dataflow, obstacle
 from autopipe.ir.torch_patches import seeing_grad_modes, seeing_saved_tensors_hooks
-from autopipe.ir.torch_private import no_function_modes
+from autopipe.ir.torch_private import no_function_modes, second_run_of
 from autopipe.opaque.custom_functions import asked_reentrant
 from autopipe.rewriting.second_writes import CheckpointCall, Until
 
@@ -100,19 +99,13 @@ def marking() -> Iterator[None]:
 
 
 def _until(hooks: saved_tensors_hooks) -> Until:
-    """How far a function runs again, by the hooks of its checkpoint: no public name tells whether
-    `early_stop` or `set_checkpoint_early_stop` holds, so the record that they write to does."""
+    """How far a function runs again, by the hooks of its checkpoint."""
     if asked_reentrant.get():
         return "end"
-    record = _read_by(hooks.pack_hook, "frame")
-    if not isinstance(_read_by(record.recompute_fn, "recompute_context"), nullcontext):
+    stops_early, in_a_context = second_run_of(hooks.pack_hook)
+    if in_a_context:
         return "otherwise"
-    return "last saved" if record.early_stop else "end if saved"
-
-
-def _read_by(function: Any, name: str) -> Any:
-    """What a name of the code around a function, which reads it, stands for."""
-    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+    return "last saved" if stops_early else "end if saved"
 
 
 def _unseen(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
