@@ -13,8 +13,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.contents import (
@@ -56,15 +56,20 @@ SMALL = 500
 
 @dataclass(frozen=True)
 class Asked:
-    """What code has compared a count with: count + shift, or its rest by a period (0: none)."""
+    """What code has compared a count with: count + shift, or its rest by a period (0: none).
+
+    `other` is the number; None: it was looked up in a set or a dict.
+    """
 
     shift: int
     period: int
-    other: int
+    other: int | None
 
     def calls(self, count: int, rise: int) -> Iterator[int]:
         """After how many calls, of which each raises the count, the comparison may turn out
         otherwise: where it reaches the other number, and one before and behind it."""
+        if self.other is None:
+            return
         for target in (self.other - 1, self.other, self.other + 1):
             missing = target - self.shift - count
             if self.period:
@@ -89,9 +94,6 @@ class Watched(int):
     asked: set[Asked]
     shift: int
     period: int
-
-    looked_up: ClassVar[set[tuple[int, int]]] = set()
-    """Shifts and periods of counts that were looked up in a set or a dict."""
 
     def _note(self, other: object) -> None:
         if isinstance(other, int | float) and math.isfinite(other):
@@ -153,7 +155,7 @@ class Watched(int):
         """Looked up in a set or a dict: one that is written in the code is a constant of it."""
         frame = sys._getframe(1)
         if not is_torchs(frame) and not frame.f_globals.get("__name__", "").startswith("autopipe."):
-            self.looked_up.add((self.shift, self.period))
+            self.asked.add(Asked(self.shift, self.period, None))
             for constant in frame.f_code.co_consts:
                 for number in constant if type(constant) is frozenset else ():
                     self._note(number)
@@ -236,20 +238,19 @@ class Counts:
             if type(rise) is int and rise and type(entries.get(key[1])) is int:
                 asked[key] = set()
                 entries[key[1]] = Watched(entries[key[1]], asked[key])
-        Watched.looked_up.clear()
         with suppress(Exception):  # whatever the user's code raises
             run() if asked else None
         for holder in self._holders:
             for name, value in holder.values().items():
                 if type(value) is Watched:
                     holder.entries[name] = int(value)
-        keys = self._integers() if Watched.looked_up else ()
-        for questions in asked.values():
-            questions |= {Asked(*by, key) for by in Watched.looked_up for key in keys}
+        looked_up = [one for questions in asked.values() for one in questions if one.other is None]
+        keys = self._integers() if looked_up else ()
+        of_tables = {replace(one, other=key) for one in looked_up for key in keys}
         found = (
             calls
             for key, questions in asked.items()
-            for question in questions
+            for question in questions | of_tables
             for calls in question.calls(self._before[key], self._risen_by()[key])
         )
         more = sorted({calls for calls in found if calls > 0} - {*AHEAD})
