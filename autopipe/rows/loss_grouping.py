@@ -83,7 +83,7 @@ def check(
         loss: the user's loss function, with which the trace ends.
         loss_over: "rows", "micro-batch" or "batch".
         say: receives the reason if the loss could not be checked; its own exceptions are raised.
-        fewer: is asked for a loss whose last part takes much memory; None: there are no tokens.
+        fewer: is asked where the last part takes much memory; None: such a loss is not checked.
 
     Raises:
         ModelError: names both values and what the loss does; or the loss is a sum and a count over

@@ -145,8 +145,7 @@ def best_answer(
         scored[config] = _found(look, config)
     step = best.estimate.step_seconds
     wins = step <= min(incumbents, default=math.inf)
-    every_room = _look(limitless(problem), choice, known, limited=False)
-    roomy = _without_limit(every_room, free, step) if wins else None
+    roomy = _without_limit(problem, choice, known, free, step) if wins else None
     return Answer(
         decision=best.decision,
         estimate=best.estimate,
@@ -301,13 +300,15 @@ def _nearest_of_rest(looked: _Looked, untried: Iterable[Config]) -> Iterable[Con
     return nearest.values()
 
 
-def _without_limit(look: Look, least: Mapping[Config, float], step: float) -> Scored | None:
-    """The best decision if devices held everything, if that is visibly faster than `step`.
-
-    Args:
-        look: of the problem without a limit.
-    """
-    best = None
+def _without_limit(
+    problem: Problem,
+    choice: Choice,
+    known: Known,
+    least: Mapping[Config, float],
+    step: float,
+) -> Scored | None:
+    """The best decision if devices held everything, if that is visibly faster than `step`."""
+    look, best = _look(limitless(problem), choice, known, limited=False), None
     order = sorted(least, key=lambda config: least[config])
     for config in order[:MOST_TRIED]:
         if least[config] >= step * (1 - VISIBLE):
