@@ -66,6 +66,14 @@ _OF_BOTH = torch.ops.aten.convolution_backward.default, BACKWARD
 """Ops of the gradients of input, weight and bias; the last argument says which are wanted."""
 
 
+def is_of_both(node: fx.Node) -> bool:
+    """Whether a call makes the gradients of an input and of weights, and becomes two."""
+    if node.target not in _OF_BOTH:
+        return False
+    mask: Any = node.args[-1]
+    return bool(mask[0] and any(mask[1:]))
+
+
 def _halving(calls: Sequence[fx.Node], first: Collection[fx.Node]) -> list[fx.Node]:
     """The calls, with each call of `_OF_BOTH` in the first half made two: for input, for weights.
 
@@ -75,10 +83,8 @@ def _halving(calls: Sequence[fx.Node], first: Collection[fx.Node]) -> list[fx.No
     made: list[fx.Node] = []
     for node in calls:
         made.append(node)
-        if node not in first or node.target not in _OF_BOTH:
-            continue
-        mask: Any = node.args[-1]
-        if mask[0] and any(mask[1:]):
+        if node in first and is_of_both(node):
+            mask: Any = node.args[-1]
             with node.graph.inserting_after(node):
                 other = node.graph.node_copy(node)
             node.args = (*node.args[:-1], [True, False, False])

@@ -179,3 +179,19 @@ def flying(program: Program, stage: int) -> int:
             elif instruction.kind in FINAL:
                 held -= 1
     return peak
+
+
+def waiting(program: Program, stage: int) -> int:
+    """How many of the micro-batches that `stage` holds at once are between the halves of their
+    backward, their I done and their W not, when it holds the most."""
+    held = between = 0
+    most = 0, 0
+    for instruction in program:
+        if instruction.stage == stage:
+            held += instruction.kind is Kind.FORWARD
+            held -= instruction.kind in FINAL
+            between += instruction.kind is Kind.BACKWARD_INPUT
+            between -= instruction.kind is Kind.BACKWARD_WEIGHT
+            if instruction.kind is Kind.BACKWARD_INPUT:
+                most = max(most, (held, between))
+    return most[1]

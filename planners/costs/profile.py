@@ -34,13 +34,7 @@ from autopipe.planners.costs.loss_bytes import passing_of
 from autopipe.planners.costs.precision_of import computed_in
 from autopipe.planners.costs.unit_bytes import crossings_of, largest, states
 from autopipe.planners.model.devices import Machine
-from autopipe.planners.model.problem import (
-    Again,
-    Constraints,
-    Problem,
-    Profile,
-    Seconds,
-)
+from autopipe.planners.model.problem import Again, Constraints, Problem, Profile, Seconds
 from autopipe.planners.saved.block_levels import BlockLevels, Times, levels_of, may_run_again
 from autopipe.planners.saved.saved_tensors import Saving
 
@@ -169,7 +163,8 @@ class Costing:
                 replace(
                     profile,
                     saved=kept.saved[profile.rows],
-                    made=kept.made[profile.rows],
+                    made=kept.made.get(profile.rows, ()),
+                    waiting=kept.waiting.get(profile.rows, ()),
                     passing=passing(profile.rows),
                     crossings=crossings(profile.rows),
                     levels=tuple(

@@ -214,7 +214,8 @@ def _stage(
         held = int(sets.largest[compositions(problem).number[first, last]])
     offloaded, moving = sum(away), sum(away[-2:])
     kept_less = dropped + offloaded, held, moving
-    parts = memory.estimate(ranges, problem, place.shared(config), place.in_flight, *kept_less)
+    shared, waiting = place.shared(config), place.waiting
+    parts = memory.estimate(ranges, problem, shared, place.in_flight, *kept_less, waiting=waiting)
     work = stage_work(problem, config, place, ranges)
     seconds = work.seconds(extra, offloaded)
     waits = [float(wait) for wait in work.gathering(extra)]

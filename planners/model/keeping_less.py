@@ -117,20 +117,21 @@ class Pricing:
 
     def _anywhere(self, place: StagePlace) -> _Anywhere:
         """The figures of the ranges in places like this one, whatever is in flight there."""
-        alike = place._replace(in_flight=0)
+        alike = place._replace(in_flight=0, waiting=0)
         if alike not in self._known:
             problem, config = self.problem, self.config
             ranges = arriving(self._ranges, problem, config, alike)
             sets, work = sets_of(problem, config, alike), stage_work(problem, config, alike, ranges)
             fixed = memory.peak(memory.estimate(ranges, problem, alike.shared(config), 0))
             each, none = ranges.saved + ranges.received, sets.first(self._numbers)
+            waiting = ranges.waiting
             # Fixed by the user, the first set of blocks may run some again, or offload some.
             free = (
                 sets.nothing_first and not sets.ways.bytes[_staying(sets, self._numbers, 0)].any()
             )
             made, seconds = ranges.made, work.seconds(0.0)
             self._known[alike] = _Anywhere(
-                self._numbers, work, fixed, each, made, seconds, none, free
+                self._numbers, work, fixed, each, waiting, made, seconds, none, free
             )
         return self._known[alike]
 
@@ -168,6 +169,7 @@ class _Anywhere(NamedTuple):
         work: the seconds of their stages' work.
         fixed: bytes that are held whatever is in flight, if no block keeps less.
         each: bytes that each micro-batch in flight holds.
+        waiting: bytes that it holds more between the halves of its backward.
         made: as in `Tables`.
         seconds: seconds of the stages if nothing runs again or is offloaded.
         none: numbers of the sets in which nothing runs again.
@@ -178,6 +180,7 @@ class _Anywhere(NamedTuple):
     work: StageWork
     fixed: Bytes
     each: Bytes
+    waiting: Bytes
     made: Bytes
     seconds: StageSeconds
     none: Numbers
@@ -185,7 +188,8 @@ class _Anywhere(NamedTuple):
 
     def held(self, place: StagePlace) -> Bytes:
         """Bytes that are held in a place where nothing keeps less."""
-        return np.asarray(self.fixed + place.in_flight * self.each)
+        held = self.fixed + place.in_flight * self.each + place.waiting * self.waiting
+        return np.asarray(held)
 
     def costs(self, place: StagePlace) -> StageCosts:
         """The costs in a place where nothing keeps less."""
@@ -193,11 +197,12 @@ class _Anywhere(NamedTuple):
 
     def only(self, wanted: NDArray[np.bool_]) -> _Anywhere:
         """The figures of some ranges, in a row."""
-        fixed, each, made = (array[wanted] for array in (self.fixed, self.each, self.made))
+        of = self.fixed, self.each, self.waiting, self.made
+        fixed, each, waiting, made = (array[wanted] for array in of)
         seconds = StageSeconds(*(array[wanted] for array in self.seconds))
         work, none = self.work.only(wanted), self.none[wanted]
         numbers, free = self.numbers[wanted], self.first_is_nothing
-        return _Anywhere(numbers, work, fixed, each, made, seconds, none, free)
+        return _Anywhere(numbers, work, fixed, each, waiting, made, seconds, none, free)
 
 
 def _staying(sets: RecomputeSets, numbers: Numbers, way: int) -> Numbers:

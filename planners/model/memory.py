@@ -22,16 +22,19 @@ received and S bytes sent; R' and S' are those of them whose gradient goes the o
     optimizer_factor * W       optimizer state
     C                          buffers
     n * (A - D + R)            activations: what is received is kept until its backward
+    k * H                      what the first half of a backward leaves for the second
     max(d, g) + v              what backward makes; what is on its way to the host
     min(window, m) * R         receives posted ahead
     min(window + 1, m) * S'    the same for gradients, and the one that backward is using
     S + min(2, m) * R'         sends under way: one leaving, and a gradient that is being made
     g' + l                     a gradient made beside its sum; bytes within a loss's backward
 
-D are the bytes that recomputed blocks do not save and that blocks offload, d the bytes of the
-largest block, held once while it is recomputed (`planners.model.recompute_sets`), v those of two
-blocks that offload (`planners.model.offload_ways`), g those that the backward of a compiled stage
-makes (`joint.fullest_call`): of gradients of logits, mostly. Of others, g' are those of the largest
+H are bytes of a micro-batch that is between the halves of its backward, k of the n, beyond those of
+one before them (`planners.saved.between_halves`). D are the bytes that recomputed blocks do not
+save and that blocks offload, d the bytes of the largest block, held once while it is recomputed
+(`planners.model.recompute_sets`), v those of two blocks that offload
+(`planners.model.offload_ways`), g those that the backward of a compiled stage makes
+(`joint.fullest_call`): of gradients of logits, mostly. Of others, g' are those of the largest
 gradient, if m > 1, and l those of gradients of logits (`costs.loss_bytes`). ZeRO-1 divides the
 optimizer state by dp, and masters, 2 L of W, which are a part of it; ZeRO-2 gradients too, and has
 the buckets that are scattered (`scattered_bytes`) beside them; ZeRO-3 also parameters, Z too, and
@@ -84,6 +87,7 @@ def estimate(
     dropped: int | Bytes = 0,
     held: int | Bytes = 0,
     moving: int | Bytes = 0,
+    waiting: int = 0,
 ) -> tuple[Bytes, ...]:
     """Estimated bytes on one device by purpose, in the order of the fields of `Memory`.
 
@@ -93,6 +97,7 @@ def estimate(
         dropped: D, bytes of a micro-batch that recomputed blocks do not save, or are offloaded.
         held: d, bytes held once while a block is recomputed.
         moving: v, bytes held once while offloaded tensors are on their way.
+        waiting: k, micro-batches between the halves of their backward.
     """
     micro_batches, dp, zero = config.micro_batches, config.dp, config.zero
     posted, arriving = (min(problem.window + n, micro_batches) for n in (0, 1))
@@ -110,6 +115,7 @@ def estimate(
         np.rint(problem.optimizer_factor * (share if zero else trainable)).astype(np.int64),
         ranges.constants,
         np.asarray(in_flight) * (ranges.saved - dropped + ranges.received)
+        + waiting * ranges.waiting
         + np.maximum(held, ranges.made)
         + moving,
         posted * ranges.received

@@ -19,10 +19,17 @@ from typing import NamedTuple
 
 from autopipe.cluster.collective_time import Level
 from autopipe.planners.model.devices import DeviceGroup
-from autopipe.planners.model.problem import FEWEST_CHUNKS, Config, Constraints, Problem, Profile
+from autopipe.planners.model.problem import (
+    FEWEST_CHUNKS,
+    Config,
+    Constraints,
+    Problem,
+    Profile,
+    splits,
+)
 from autopipe.schedules.generators import held_in_turns
 from autopipe.schedules.instructions import holders
-from autopipe.schedules.registry import flying, in_flight, make, named
+from autopipe.schedules.registry import flying, in_flight, make, named, waiting
 
 
 class StagePlace(NamedTuple):
@@ -35,6 +42,7 @@ class StagePlace(NamedTuple):
             the one before is on the same devices.
         shares: the number of stages on these devices; each may use 1/shares of their memory.
         turns: the number of ranks that take turns at it; `group` has the devices of all of them.
+        waiting: of those micro-batches, the ones between the halves of their backward.
     """
 
     in_flight: int
@@ -42,6 +50,7 @@ class StagePlace(NamedTuple):
     before: Level | None
     shares: int
     turns: int = 1
+    waiting: int = 0
 
     def shared(self, config: Config) -> Config:
         """The config with all ranks that share the stage's parameters as replicas."""
@@ -90,6 +99,23 @@ def in_flights(problem: Problem, config: Config) -> tuple[int, ...]:
     )
 
 
+@lru_cache(maxsize=1024)
+def waitings(problem: Problem, config: Config) -> tuple[int, ...]:
+    """For each stage of a pipeline, how many of the micro-batches that it holds at once are between
+    the halves of their backward. The first stage's first half has nothing to do."""
+    asked, stages = problem.constraints, stages_of(problem, config)
+    if not splits(problem, config.schedule):
+        return (0,) * stages
+    if asked.programs:
+        programs = asked.programs
+    else:
+        chunks = chunks_of(asked, config.schedule, config.chunks)
+        enough = min(config.micro_batches, 2 * stages)  # more of them repeat the same pattern
+        programs = make(config.schedule, config.pp, enough, chunks=chunks)
+    of = [waiting(programs[rank], stage) for stage, rank in enumerate(holders(programs))]
+    return (0, *of[1:])
+
+
 def ranks_of(problem: Problem, config: Config) -> tuple[int, ...]:
     """The rank of each stage of a pipeline, the first of those that take turns."""
     if config.turns:
@@ -109,11 +135,14 @@ def placement(
 
 def places(problem: Problem, config: Config, groups: Sequence[int]) -> tuple[StagePlace, ...]:
     """The place of each stage if the pipeline's ranks have these groups of devices."""
-    held = in_flights(problem, config)
+    held, between = in_flights(problem, config), waitings(problem, config)
     row = [groups[rank] for rank in ranks_of(problem, config)]
     turns = config.turns or (1,) * len(row)
     return tuple(
-        place_of(problem, config, held[stage], group, row[stage - 1] if stage else None, of)
+        place_of(
+            *(problem, config, held[stage], group, row[stage - 1] if stage else None, of),
+            waiting=between[stage],
+        )
         for stage, (group, of) in enumerate(zip(row, turns, strict=True))
     )
 
@@ -125,6 +154,8 @@ def place_of(
     group: int,
     earlier: int | None,
     turns: int = 1,
+    *,
+    waiting: int = 0,
 ) -> StagePlace:
     """The place of a stage.
 
@@ -133,6 +164,7 @@ def place_of(
         group, earlier: the numbers of its group of devices and of that of the stage before it; for
             ranks that take turns, of the first one.
         turns: how many ranks take turns at it, all on equal devices.
+        waiting: of the micro-batches in flight, those between the halves of their backward.
     """
     machine = problem.machine
     linked = earlier is not None and earlier != group
@@ -147,6 +179,7 @@ def place_of(
         machine.link(config.dp, earlier, last) if earlier is not None and linked else None,
         chunks_of(problem.constraints, config.schedule, config.chunks),
         turns,
+        waiting,
     )
 
 

@@ -95,6 +95,9 @@ class Profile:
             empty: there are none. Equally many in every profile.
         made: for each unit the most bytes that its backward has made and holds, if stages are
             compiled; empty: they are not counted.
+        waiting: for each unit the bytes that it holds more between the halves of its backward than
+            before them, if stages are compiled; empty: they are not counted. Less than 0 where the
+            first half frees more than it leaves.
         passing: for each unit the bytes that exist only within a loss's backward; empty: none.
     """
 
@@ -107,6 +110,7 @@ class Profile:
     exchange: tuple[Seconds, ...] = ()
     levels: tuple[tuple[BlockLevel, ...], ...] = ()
     made: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
     passing: tuple[int, ...] = ()
 
 

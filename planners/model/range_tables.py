@@ -42,7 +42,9 @@ class Tables:
 
     Bytes of gradients. `summed`: of all. `largest`: of the largest that a unit of the range makes.
     `added`: of that one, if it is not in `made`. `made`: the most that the backward of a unit has
-    made and holds, less what later units have freed by then. `passing`: within a loss's backward.
+    made and holds, less what later units have freed by then; and the gradients of parameters that
+    several units of the range use, from their last use to the first. `passing`: within a loss's
+    backward. `waiting`: how many more a micro-batch holds between the halves of its backward.
 
     `parted`: the received bytes that may come in parts; `parted_gradient`: those of them whose
     gradient goes back (`planners.model.transfers`).
@@ -65,6 +67,7 @@ class Tables:
     added: Bytes
     saved: Bytes
     made: Bytes
+    waiting: Bytes
     passing: Bytes
     received: Bytes
     received_gradient: Bytes
@@ -128,6 +131,8 @@ def _tables(problem: Problem, rows: int) -> Tables:
         problem.largest or (0,) * units,
     )
     saved = _fill(units, _saved(units, profile.saved))
+    uses = (_used_again(units, items) for items in (problem.parameters, problem.copies))
+    sums = np.subtract(*(_fill(units, of) for of in uses))
     return Tables(
         forward=tuple(map(_prefix, profile.forward)),
         backward=tuple(map(_prefix, profile.backward)),
@@ -145,7 +150,8 @@ def _tables(problem: Problem, rows: int) -> Tables:
         largest=largest,
         added=largest * (not profile.made),
         saved=saved,
-        made=_made(profile.made or (0,) * units, saved),
+        made=_made(profile.made or (0,) * units, saved) + sums * bool(profile.made),
+        waiting=np.maximum(_prefix(profile.waiting or (0,) * units), 0).astype(np.int64),
         passing=_largest(profile.passing or (0,) * units),
         received=_fill(units, _received(units, crossings)),
         received_gradient=_fill(units, _received(units, returning)),
@@ -251,6 +257,13 @@ def _made(sizes: Sequence[int], saved: Bytes) -> Bytes:
     made = np.zeros_like(saved)
     made[:-1] = np.maximum.accumulate(np.where(earlier, beyond, 0)[::-1])[::-1]
     return np.maximum(made, 0)
+
+
+def _used_again(units: int, items: Iterable[Shared]) -> Iterable[_Rectangle]:
+    """The ranges in which two or more units use an item."""
+    for item in items:
+        for before, unit, later in zip((-1, *item.units), item.units, item.units[1:], strict=False):
+            yield item.bytes, before + 1, unit, later + 1, units
 
 
 def _fill(units: int, rectangles: Iterable[_Rectangle]) -> Bytes:

@@ -28,6 +28,7 @@ from autopipe.joint.joint_graph import CannotSplit, JointGraph, storages
 from autopipe.joint.levels import OpLevel, levels
 from autopipe.joint.split_backward import Division, divide, needed
 from autopipe.joint.wanted import Wanted
+from autopipe.planners.saved.between_halves import more_between, positions
 from autopipe.planners.saved.other_rows import JointGraphs, JointRun
 from autopipe.planners.saved.watched_run import (
     POSITION,
@@ -56,6 +57,8 @@ class Seen:
         levels: the levels of blocks in compiled stages, if they are wanted.
         made: in compiled stages, for each node of the short graph, the most bytes that its backward
             has made and still needs.
+        waiting: in compiled stages, for each node of the short graph, the bytes that a micro-batch
+            holds more between the halves of its backward than before them.
     """
 
     storages: tuple[Storage, ...]
@@ -64,6 +67,7 @@ class Seen:
     copies: tuple[str, ...]
     levels: Levels
     made: NDArray[np.int64]
+    waiting: NDArray[np.int64]
 
 
 def observe_saved(
@@ -102,8 +106,8 @@ def observe_saved(
             results = watch.run(*stage.inputs)  # what leads to them is kept
             kept = watch.kept()
             del results
-    made_by = np.zeros(len(short.graph.nodes), np.int64)
-    return _seen(short, kept, watch.looks, tuple(stage.lowered.low), {}, made_by)
+    none = np.zeros(len(short.graph.nodes), np.int64)
+    return _seen(short, kept, watch.looks, tuple(stage.lowered.low), {}, none, none)
 
 
 @contextmanager
@@ -131,8 +135,12 @@ def _of_graphs(
     """The storages that compiled stages keep; divides, and so changes, the run's joint graph."""
     found = _levels(short.graph, run.graph, seconds, least=True)
     division = divide(run.graph, Wanted(halves=False, least=True))
-    made_by = _made_by(division, len(short.graph.nodes), segments)
-    return _seen(short, _kept_by_graphs(division), run.looks, run.low, found, made_by)
+    kept, nodes = _kept_by_graphs(division), len(short.graph.nodes)
+    of = positions(division.first, POSITION, nodes - 1)
+    made_by = _made_by(division, of, nodes, segments)
+    kept_by = {storage: max(each.savers) for storage, each in kept.items()}
+    waiting = more_between(division, of, kept_by, nodes)
+    return _seen(short, kept, run.looks, run.low, found, made_by, waiting)
 
 
 def _seen(
@@ -142,6 +150,7 @@ def _seen(
     low: tuple[str, ...],
     found: Levels,
     made_by: NDArray[np.int64],
+    waiting: NDArray[np.int64],
 ) -> Seen:
     """The observations of a short graph, by positions in the graph that it shortens."""
     at = short.kept
@@ -160,6 +169,7 @@ def _seen(
         low,
         found,
         made_by,
+        waiting,
     )
 
 
@@ -212,16 +222,33 @@ def _kept_by_graphs(division: Division) -> dict[int, KeptStorage]:
     return found
 
 
-def _made_by(division: Division, nodes: int, segments: Sequence[str | None]) -> NDArray[np.int64]:
-    """`Seen.made` of the first `nodes` nodes.
-
-    A call of backward belongs to the node whose values it reads or, if it reads none, to the node
-    of the call before.
-    """
-    found, of = np.zeros(nodes, np.int64), list[int]()
+def _made_by(
+    division: Division, of: Mapping[fx.Node, int], nodes: int, segments: Sequence[str | None]
+) -> NDArray[np.int64]:
+    """`Seen.made` of the first `nodes` nodes, from the node that each call belongs to."""
+    found = np.zeros(nodes, np.int64)
     for call in division.first:
-        read = [n.meta[POSITION] for n in (call, *call.all_input_nodes) if POSITION in n.meta]
-        of.append(max(read, default=of[-1] if of else nodes - 1))
-        call.meta[SEGMENT] = segments[of[-1]] if segments else None
-    np.maximum.at(found, of, division.halves[0].made())
+        call.meta[SEGMENT] = segments[of[call]] if segments else None
+    half, parts = division.halves[0], _parts_of_sums(division)
+    made = half.made() - half.existing(parts)
+    for number, call in enumerate(division.first):  # a stage of one use hands its part over there
+        made[number] += sum(parts.pop(s, 0) for s in call.meta[MADE].storages)
+    np.maximum.at(found, [of[call] for call in division.first], made)
     return found
+
+
+def _parts_of_sums(division: Division) -> dict[int, int]:
+    """The bytes of the storages that are added up to the gradient of a parameter used twice."""
+    found: dict[int, int] = {}
+    calls, pending = set(division.first), list(division.graph.of_parameters.values())
+    while pending:
+        gradient = pending.pop()
+        if gradient.target in _SUMS:
+            parts = [part for part in gradient.all_input_nodes if part in calls]
+            found |= {s: n for part in parts for s, n in part.meta[MADE].storages.items()}
+            pending += parts
+    return found
+
+
+_SUMS = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
+"""The ops between the parts of a gradient and their sum."""

@@ -35,7 +35,7 @@ class KeptBytes(NamedTuple):
 
     Attributes:
         saved: the saved storages, by the rows.
-        made: as `Profile` has it, by the rows.
+        made, waiting: as `Profile` has them, by the rows.
         made_in: the dtypes of the nodes' results, by position.
         low: the parameters of which there are copies in low precision.
         levels: as `Seen` has them, at the fewest rows.
@@ -43,6 +43,7 @@ class KeptBytes(NamedTuple):
 
     saved: dict[int, tuple[Saved, ...]]
     made: dict[int, tuple[int, ...]]
+    waiting: dict[int, tuple[int, ...]]
     made_in: Made
     low: frozenset[str]
     levels: Levels
@@ -89,6 +90,8 @@ class Saving:
         first, where = observe(rows[0]), cache(partial(self._by_unit, units, again))
         sizes: dict[int, tuple[Saved, ...]] = {}
         made_of: dict[int, tuple[int, ...]] = {}
+        waiting_of: dict[int, tuple[int, ...]] = {}
+        like, starts = self.short.like, np.array(units.starts)
         lines = self._lines(observe, rows)
         for size in rows:
             line = lines[size]
@@ -96,13 +99,13 @@ class Saving:
                 Saved(sum(line.bytes[number] for number in numbers), *place)
                 for place, numbers in where(line.seen.storages).items()
             )
-            of_units = np.maximum.reduceat(line.made[self.short.like], np.array(units.starts))
-            made_of[size] = tuple(of_units.tolist()) if self.compiled else ()
-        nodes, like = self.flow.graph.nodes, self.short.like.tolist()
-        kept = self.short.kept
+            if self.compiled:
+                made_of[size] = tuple(np.maximum.reduceat(line.made[like], starts).tolist())
+                waiting_of[size] = tuple(np.add.reduceat(line.waiting[like], starts).tolist())
+        nodes, kept = self.flow.graph.nodes, self.short.kept
         made_in = {
             Ref(node.name, number): dtype
-            for node, standing in zip(nodes, like, strict=True)
+            for node, standing in zip(nodes, like.tolist(), strict=True)
             for number, dtype in enumerate(first.made_in.get(kept[standing], ()))
             if dtype is not None
         }
@@ -112,6 +115,7 @@ class Saving:
         return KeptBytes(
             sizes,
             made_of,
+            waiting_of,
             made_in,
             frozenset(n for n, known in self.short.states.items() if known in low),
             levels,
@@ -149,7 +153,11 @@ class Saving:
                         break
                     # A maximum of sums is convex: never above the line between two of its points.
                     made_more = -((low.made - high.made) * share[0] // share[1])
-                    lines[size] = _SavedLine(low, (sizes[0] + rise).tolist(), low.made + made_more)
+                    wait_more = (high.waiting - low.waiting) * share[0] // share[1]
+                    lines[size] = _SavedLine(
+                        *(low, (sizes[0] + rise).tolist()),
+                        *(low.made + made_more, low.waiting + wait_more),
+                    )
                 else:
                     return lines
             return self._lines(observe, rows[1:]) | {small: _as_it_is(low)}
@@ -174,12 +182,14 @@ class Saving:
 
 
 class _SavedLine(NamedTuple):
-    """The bytes of a run at a number of rows: of saved storages, and made in backward."""
+    """The bytes of a run at a number of rows: of saved storages, made in backward, and waiting
+    between its halves."""
 
     seen: Seen
     bytes: Sequence[int]
     made: NDArray[np.int64]
+    waiting: NDArray[np.int64]
 
 
 def _as_it_is(seen: Seen) -> _SavedLine:
-    return _SavedLine(seen, seen.bytes, seen.made)
+    return _SavedLine(seen, seen.bytes, seen.made, seen.waiting)

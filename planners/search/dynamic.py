@@ -40,7 +40,14 @@ from autopipe.planners.model import keeping_less, memory, step_formula
 from autopipe.planners.model.block_parts import compositions
 from autopipe.planners.model.estimate import PipelineDegrees, Scored
 from autopipe.planners.model.level_mixes import Numbers
-from autopipe.planners.model.places import StagePlace, in_flights, place_of, profile_of, ranks_of
+from autopipe.planners.model.places import (
+    StagePlace,
+    in_flights,
+    place_of,
+    profile_of,
+    ranks_of,
+    waitings,
+)
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.model.range_tables import Ranges, Tables, tables
 from autopipe.planners.model.recompute_sets import KeptLess, RecomputeSets, chosen
@@ -186,11 +193,14 @@ def _arcs(problem: Problem, config: Config, objective: Objective) -> Layers:
     """All arcs of a config's stages."""
     priced = costing(problem, config, objective)
     held, steps = in_flights(problem, config), _steps(problem, config)
+    between = waitings(problem, config)
     turns = config.turns or (1,) * len(held)
 
     def arc(stage: int, step: _Step) -> Arc:
         source, target, group, earlier = step
-        place = place_of(problem, config, held[stage], group, earlier, turns[stage])
+        place = place_of(
+            *(problem, config, held[stage], group, earlier, turns[stage]), waiting=between[stage]
+        )
         return Arc(source, target, group, *priced(place, stage == 0, stage == len(held) - 1))
 
     return [[arc(stage, step) for step in taken] for stage, taken in enumerate(steps)]

@@ -185,7 +185,10 @@ class _StageRanges:
             kept_less = dropped + offloaded, held, moving
             shared = place.shared(config)
             peaks = memory.peak(
-                memory.estimate(ranges, problem, shared, place.in_flight, *kept_less)
+                memory.estimate(
+                    *(ranges, problem, shared, place.in_flight, *kept_less),
+                    waiting=place.waiting,
+                )
             )
             beyond = np.maximum(memory.excess(peaks, place.room), 0)
             costs = *work.seconds(extra, offloaded), beyond

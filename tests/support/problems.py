@@ -213,6 +213,8 @@ def rich_problem(seed: int) -> Problem:
     """Of each block and level the share of the block's bytes that is saved, and of its seconds."""
     unasked = Random(f"again {seed}")
     again = unasked.choices((0, 0, 0, 30, 90), k=plain.units) if unasked.random() < 0.5 else ()
+    between = Random(f"waiting {seed}")
+    waiting = between.choices((-20, 0, 10, 60), k=plain.units) if between.random() < 0.5 else ()
     lossy = Random(f"passing {seed}")
     passing = lossy.choices((0, 0, 20, 40), k=plain.units) if lossy.random() < 0.5 else ()
 
@@ -249,6 +251,7 @@ def rich_problem(seed: int) -> Problem:
             backward=tuple(_slower(profile.backward[0], kind) for kind in range(spread)),
             saved=(*profile.saved, *own),
             made=tuple(size * profile.rows for size in again),
+            waiting=tuple(size * profile.rows for size in waiting),
             passing=tuple(size * profile.rows for size in passing),
             recompute=tuple(
                 tuple(_slower(profile.forward[0][first:last], kind) for kind in range(spread))

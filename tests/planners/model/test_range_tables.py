@@ -49,6 +49,9 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
     def held(items: tuple[Shared, ...]) -> int:
         return sum(item.bytes for item in items if any(unit in stage for unit in item.units))
 
+    def used_again(items: tuple[Shared, ...]) -> list[Shared]:
+        return [item for item in items if sum(unit in stage for unit in item.units) > 1]
+
     def received(crossing: Crossing) -> bool:
         return crossing.producer < i and any(unit in stage for unit in crossing.consumers)
 
@@ -89,7 +92,9 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         max(problem.largest[i:j], default=0),
         max(problem.largest[i:j], default=0) * (not profile.made),
         saved(profile.saved, i, j),
-        max([0, *(made - saved(profile.saved, u + 1, j) for u, made in made_by)]),
+        max([0, *(made - saved(profile.saved, u + 1, j) for u, made in made_by)])
+        + read(*map(used_again, (problem.parameters, problem.copies))) * bool(made_by),
+        max(0, sum(profile.waiting[i:j])),
         max(profile.passing[i:j], default=0),
         sum(c.bytes for c in profile.crossings if received(c)),
         sum(c.bytes for c in profile.crossings if received(c) and c.gradient),

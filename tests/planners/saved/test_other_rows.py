@@ -63,7 +63,8 @@ def test_what_is_not_run_is_what_a_run_shows() -> None:
         told, ran = seen(rows, known), seen(rows)
         assert known.at(rows) is not None
         assert np.array_equal(told.made, ran.made)
-        assert replace(told, made=ran.made) == ran
+        assert np.array_equal(told.waiting, ran.waiting)
+        assert replace(told, made=ran.made, waiting=ran.waiting) == ran
 
 
 def test_rows_beyond_those_that_were_run_are_not_known() -> None:
