@@ -131,8 +131,6 @@ def _tables(problem: Problem, rows: int) -> Tables:
         problem.largest or (0,) * units,
     )
     saved = _fill(units, _saved(units, profile.saved))
-    uses = (_used_again(units, items) for items in (problem.parameters, problem.copies))
-    sums = np.subtract(*(_fill(units, of) for of in uses))
     return Tables(
         forward=tuple(map(_prefix, profile.forward)),
         backward=tuple(map(_prefix, profile.backward)),
@@ -150,7 +148,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
         largest=largest,
         added=largest * (not profile.made),
         saved=saved,
-        made=_made(profile.made or (0,) * units, saved) + sums * bool(profile.made),
+        made=_made_beside_sums(problem, profile.made, saved),
         waiting=np.maximum(_prefix(profile.waiting or (0,) * units), 0).astype(np.int64),
         passing=_largest(profile.passing or (0,) * units),
         received=_fill(units, _received(units, crossings)),
@@ -264,6 +262,19 @@ def _used_again(units: int, items: Iterable[Shared]) -> Iterable[_Rectangle]:
     for item in items:
         for before, unit, later in zip((-1, *item.units), item.units, item.units[1:], strict=False):
             yield item.bytes, before + 1, unit, later + 1, units
+
+
+def _made_beside_sums(problem: Problem, sizes: Sequence[int], saved: Bytes) -> Bytes:
+    """`Tables.made` with the gradients of parameters that several units of a range use. Such a
+    gradient is there from the backward of its last use on, and so not while later units run.
+    """
+    if not sizes:
+        return np.zeros_like(saved)
+    last = max((item.units[-1] for item in problem.parameters if len(item.units) > 1), default=0)
+    before = _made((*sizes[:last], *[0] * (problem.units - last)), saved)
+    kinds = problem.parameters, problem.copies
+    sums = np.subtract(*(_fill(problem.units, _used_again(problem.units, of)) for of in kinds))
+    return np.maximum(_made(sizes, saved), before + sums)
 
 
 def _fill(units: int, rectangles: Iterable[_Rectangle]) -> Bytes:

@@ -52,6 +52,13 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
     def used_again(items: tuple[Shared, ...]) -> list[Shared]:
         return [item for item in items if sum(unit in stage for unit in item.units) > 1]
 
+    units = problem.units
+    last_use = max((s.units[-1] for s in problem.parameters if len(s.units) > 1), default=0)
+
+    def made_before(end: int) -> int:
+        """The most that the backward of a unit before `end` holds of what it has made."""
+        return max([0, *(m - saved(profile.saved, u + 1, j) for u, m in made_by if u < end)])
+
     def received(crossing: Crossing) -> bool:
         return crossing.producer < i and any(unit in stage for unit in crossing.consumers)
 
@@ -92,8 +99,11 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         max(problem.largest[i:j], default=0),
         max(problem.largest[i:j], default=0) * (not profile.made),
         saved(profile.saved, i, j),
-        max([0, *(made - saved(profile.saved, u + 1, j) for u, made in made_by)])
-        + read(*map(used_again, (problem.parameters, problem.copies))) * bool(made_by),
+        max(
+            made_before(units),
+            made_before(last_use)
+            + read(*map(used_again, (problem.parameters, problem.copies))) * bool(made_by),
+        ),
         max(0, sum(profile.waiting[i:j])),
         max(profile.passing[i:j], default=0),
         sum(c.bytes for c in profile.crossings if received(c)),
