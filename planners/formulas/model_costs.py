@@ -284,8 +284,8 @@ def _through(
     matrix = sympy.Matrix([basis(*point) for point in points])
     factors = matrix.LUsolve(sympy.Matrix(values[:-1]))
     formula = sympy.Add(*(factor * power for factor, power in zip(factors, powers, strict=True)))
-    foretold = formula.subs(dict(zip((BATCH, SEQUENCE), other, strict=True)))
-    return formula if foretold == values[-1] else sympy.nan
+    predicted = formula.subs(dict(zip((BATCH, SEQUENCE), other, strict=True)))
+    return formula if predicted == values[-1] else sympy.nan
 
 
 def _parts(graph: Graph, blocks: Sequence[Block], nodes: Sequence[Amounts]) -> Iterator[ModelPart]:
