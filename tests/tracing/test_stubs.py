@@ -124,7 +124,7 @@ def test_a_block_that_errs_voids_what_was_told_of_others():
     likeness = Likeness(model := fake_copy(Stack(AsksTheTurn)))
     with likeness.watching():
         model(torch.ones(2, 4))
-    assert likeness.misled
+    assert likeness.wrongly_skipped
 
 
 def test_a_refusal_is_that_of_the_full_trace():
