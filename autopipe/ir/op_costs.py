@@ -318,14 +318,14 @@ def _whole_cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> N
     cast = [state for state in trained if state.summed != state.spec]
     launches = arguments(node)["launches"] if node.op == REGION_OP else None
     return NodeCost(
-        flops,
-        read + written,
-        back_flops,
-        written + read + gradients,
-        (1, len(carried)) if launches is None else (launches, launches),
-        dtype,
-        dims,
-        kernel,
+        forward_flops=flops,
+        forward_bytes=read + written,
+        backward_flops=back_flops,
+        backward_bytes=written + read + gradients,
+        launches=(1, len(carried)) if launches is None else (launches, launches),
+        dtype=dtype,
+        dims=dims,
+        kernel=kernel,
         gradients=sum((state.summed.bytes for state in trained), nothing),
         casts=(len(cast), sum((s.spec.bytes + s.summed.bytes for s in cast), nothing)),
         model_flops=ahead * (1 + matrices),
