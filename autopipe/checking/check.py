@@ -123,7 +123,7 @@ def check_model(
 
 
 def _in(precision: str) -> dict[str, Any]:
-    """The words, with another precision than the plan's own."""
+    """The words for planning in another precision than the plan's own."""
     return {"precision": precision, "grad_dtype": None, "optimizer_dtype": None}
 
 

@@ -234,7 +234,7 @@ class Share:
         self._share, self._drawn = share, 0
 
     def next(self) -> float:
-        """That of one more draw."""
+        """Where the next draw lies."""
         self._drawn += 1
         return self._share if self._drawn <= MOST_ALIKE else self._drawn * 0.618 % 1
 

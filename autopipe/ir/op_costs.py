@@ -166,7 +166,7 @@ def _einsum(node: Node, operands: Specs, made: TensorSpec) -> Dim:
 
 @rule("region")
 def _region(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """What was counted when it ran."""
+    """The operations that were counted when the region was measured."""
     found: Dim = arguments(node)["flops"]
     return found
 

@@ -115,9 +115,12 @@ _AS_IT_IS = frozenset({"to", "type", "float", "cpu", "detach", "contiguous"})
 
 
 class OwnData:
-    """Knows `weight.data = weight.data.to(x.device)`, which changes nothing where nothing moves.
+    """Recognises an assignment of a tensor's own `.data`, which changes nothing.
 
-    A trace has another tensor for each `.data`, and for what `to` gives as it is.
+        weight.data = weight.data.to(x.device)      nothing moves where all is on one device
+
+    A trace has a new tensor for each `.data`, and for a result of `to` that eager returns as it is.
+    This notes whose data each of them is.
     """
 
     def __init__(self) -> None:
@@ -130,7 +133,7 @@ class OwnData:
         return data
 
     def noted(self, func: Any, args: Sequence[Any], result: Any) -> Any:
-        """What a call of torch gave."""
+        """The result of a call of torch; notes whose `.data` it is, if it may be what was given."""
         given = args[0] if args and getattr(func, "__name__", "") in _AS_IT_IS else None
         known = isinstance(given, torch.Tensor) and given in self._whose
         whose = self._whose[given] if known else None
@@ -141,25 +144,25 @@ class OwnData:
         return result
 
     def is_of(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether a value is the `.data` that a tensor has anyway."""
+        """Whether a value that is assigned to `tensor.data` is that data already."""
         return value is tensor or (value in self._whose and self._whose[value] is tensor)
 
 
 def is_another_value(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether it is `weight.data = value`: a parameter, which is written then."""
+    """Whether `tensor.data = value` writes a parameter: shape and dtype stay, values change."""
     parameter = isinstance(tensor, torch.nn.Parameter)
     return parameter and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
 
 
 def is_one_for_all(tensor: torch.Tensor, index: Any, value: Any) -> bool:
-    """Whether it is `x[mask] = w`, with x [b, s, h], a mask [b, s] and one trained w [h]."""
+    """Whether `tensor[index] = value` is `x[mask] = w`: x [b, s, h], mask [b, s], trained w [h]."""
     masks = isinstance(index, torch.Tensor) and index.dtype == torch.bool
     trained = isinstance(value, torch.Tensor) and value.requires_grad
     return masks and trained and value.dim() <= tensor.dim() - index.dim()
 
 
 def write_one(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> None:
-    """Write the same, bit by bit; no size in its backward depends on the mask."""
+    """Do `tensor[mask] = value`, bit by bit, so that no size in backward depends on the mask."""
     wide = mask.reshape(*mask.shape, *[1] * (tensor.dim() - mask.dim()))
     tensor.copy_(torch.where(wide, value, tensor))
 

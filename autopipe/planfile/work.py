@@ -31,11 +31,11 @@ class Work:
 
     @property
     def peak(self) -> float:
-        """Of all devices together."""
+        """Operations a second of all devices together, at their peak."""
         return sum(self.peaks)
 
     def mfu(self, seconds: float) -> float:
-        """The share of the peak that the model's own operations take in a step of so long."""
+        """The share of the peak that the model's own operations take in a step of `seconds`."""
         return self.flops / (seconds * self.peak)
 
 
@@ -60,5 +60,5 @@ class Spent:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """The sum of all causes."""
         return float(sum(vars(self).values()))

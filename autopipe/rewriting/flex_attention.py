@@ -56,7 +56,7 @@ class _Masked(flex.BlockMask):
         )
 
     def to(self, *_where: Any, **_how: Any) -> _Masked:
-        """Itself: it has no blocks to move."""
+        """The mask itself, as torch's block masks have it: this one has no blocks to move."""
         return self
 
 
@@ -140,7 +140,7 @@ def _allowed(mask: flex.BlockMask, numbers: list[Tensor]) -> Tensor:
 
 
 def _of_all(function: Callable[..., Any], name: str, *numbers: Tensor) -> Tensor:
-    """What a function of numbers gives for each of them."""
+    """The results of a function of row, head, query and key for all of their numbers at once."""
     with _Each(name, numbers):
         found = function(*numbers)
     if not isinstance(found, Tensor):

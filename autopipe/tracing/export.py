@@ -178,13 +178,13 @@ class Program(nn.Module):
 
     @contextmanager
     def _either_way(self) -> Iterator[list[bool]]:
-        """What holds of a trace and of an eager run; gives whether the model asks for others."""
+        """Within, what traces and eager runs share holds; gives the questions for other ranks."""
         loss = with_loss(self.model, self.loss)
         with loss, one_process() as asked, not_compiling(), flex_attention.written_out():
             yield asked
 
     def _asked(self, rows: Any, question: torch.SymBool, answer: bool, frame: FrameType) -> None:
-        """Note the line of a question about the rows to which one row is another answer."""
+        """Note the line of a question about the rows whose answer is another one for one row."""
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == EXPANDS:
             return
         asked = expression(question)

@@ -85,13 +85,13 @@ class Amounts:
 
     @staticmethod
     def sum(amounts: Iterable[Amounts]) -> Amounts:
-        """All of them together."""
+        """The sum of the amounts of several parts."""
         columns = zip(*(one.row for one in amounts), strict=True)
         return Amounts(*(sympy.expand(sympy.Add(*column)) for column in columns))
 
     @property
     def row(self) -> tuple[Dim, ...]:
-        """All of them in their order."""
+        """All amounts, in the order of the fields."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
 

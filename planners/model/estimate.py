@@ -114,7 +114,7 @@ class Scored(NamedTuple):
 
     @property
     def mesh(self) -> PipelineDegrees:
-        """Pipeline ranks, replicas."""
+        """The number of pipeline ranks, and that of replicas."""
         return self.decision.config[:2]
 
 

@@ -181,7 +181,7 @@ def fastest(problem: Problem, fitting: Fitting) -> Scored | None:
 
 
 def _look(problem: Problem, choice: Fitting, known: Known, *, limited: bool = True) -> Look:
-    """Choose in a config, once for so many bytes that it may not use."""
+    """A function that chooses in a config; what it has found is remembered in `known`."""
 
     def look(config: Config) -> Scored | None:
         key = config, problem.seen_beyond(config) if limited else None
@@ -194,7 +194,7 @@ def _look(problem: Problem, choice: Fitting, known: Known, *, limited: bool = Tr
 
 
 def _found(look: Look, config: Config) -> Scored:
-    """What a choice proper finds: a decision in every config."""
+    """What a look by a `Choice` finds in a config: a decision, whether or not it fits."""
     found = look(config)
     assert found is not None, "a choice returns a decision that does not fit if there is no other"
     return found
@@ -222,7 +222,7 @@ class _Looked(NamedTuple):
     too_slow: dict[Config, float]
 
     def and_of(self, other: _Looked) -> _Looked:
-        """Both together."""
+        """The configs of two looks together; of one in both, what the other look has found."""
         scored, too_full = self.scored | other.scored, self.too_full | other.too_full
         return _Looked(scored, too_full, self.too_slow | other.too_slow)
 
@@ -235,7 +235,7 @@ def _tried(
     incumbents: Sequence[float] = (),
     thorough: bool = False,
 ) -> _Looked:
-    """The configs by ascending bound, until no further one can change the best meshes."""
+    """Try configs by ascending bound, until no further one can change the best meshes."""
     scored: dict[Config, Scored] = {}
     too_full: dict[Config, int] = {}
     too_slow: dict[Config, float] = {}
