@@ -69,7 +69,7 @@ def with_projections(graph: Graph) -> Graph:
     _check_writes(graph, projected)
     if not projected:
         return graph
-    writer = _Writer(graph)
+    writer = _ProjectionWriter(graph)
     for node in graph.nodes:
         found = projected.get(node.name)
         if found is None:
@@ -80,7 +80,7 @@ def with_projections(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(writer.nodes), outputs=outputs, states=writer.states)
 
 
-class _Writer:
+class _ProjectionWriter:
     """Writes a graph's nodes, with projected parameters for the nodes that read them.
 
     Attributes:

@@ -69,7 +69,7 @@ def look(
         CaptureError: a read cannot be answered; the message names the user's line.
     """
     with _surroundings():
-        runs = _Runs(program, tensors_of(leaves, specs), numbers, others)
+        runs = _RunsOfALook(program, tensors_of(leaves, specs), numbers, others)
         return _record(runs, within, real, dtypes_first=dtypes_first)
 
 
@@ -81,7 +81,7 @@ def glance(
     Raises:
         Exception: a read depends on a parameter, or the model's code fails without values.
     """
-    runs = _Runs(program, tensors_of(leaves, specs), numbers=False, others=None)
+    runs = _RunsOfALook(program, tensors_of(leaves, specs), numbers=False, others=None)
     with _surroundings(), quiet(), Generators().restored(), caches_put_back(*program.parts):
         with restoring(*program.parts), as_before(*program.parts):
             return runs.again(within)
@@ -94,7 +94,7 @@ def _surroundings() -> Iterator[None]:
 
 
 @dataclass
-class _Runs:
+class _RunsOfALook:
     """Runs of a program on real inputs, whose reads are recorded.
 
     `numbers` is as for `value_guards.record`, `others` as for `look`.
@@ -268,7 +268,7 @@ class DtypesDiffer(CaptureError):
 
 
 def _record(
-    runs: _Runs,
+    runs: _RunsOfALook,
     within: Within,
     real: Callable[[], nn.Module] | None,
     *,

@@ -164,15 +164,13 @@ def plan(
     parts = arguments.loss_parts_of(loss_parts)
     ranks_of_stages = arguments.turns_of(turns)
     devices = arguments.cluster_meant(cluster, (sum(ranks_of_stages or ()) or pp, dp, tp), say)
-    limits = arguments.limits_of(memory, devices)
-    arguments.check_host(offload, devices)
     constraints = Constraints(
         pp=pp,
         dp=dp,
         tp=tp,
         micro_batches=micro_batches,
         schedule=schedule,
-        memory=limits,
+        memory=arguments.limits_of(memory, devices),
         chunks=chunks,
         window=window,
         depth=depth,
@@ -182,6 +180,7 @@ def plan(
         turns=ranks_of_stages,
         micro_batch_size=micro_batch_size,
     )
+    arguments.check_host(offload, devices)
     with watch("traced"):
         skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
     like = measured_on(skeleton.named_parameters())
