@@ -1,7 +1,7 @@
 """`plan`: from a model and a cluster to a `Plan`.
 
 PlanRequest     the arguments, checked
-Traced          traced_model    the model's graph and its checks (`planners.driver.trace_model`)
+Traced          traced_model    the model's graph and its checks (`planners.driver.checked_trace`)
 Job             measured        the devices, with the rates that the model needs
 Plan            best_loss       the loss whole, or in parts (`planners.driver.loss_parts`)
                 best_plan       cost, search, write, refine (`planners.driver.choose`)
@@ -24,6 +24,7 @@ from autopipe.frontend.optimizer import MakeOptimizer
 from autopipe.planfile.contents import ROWS, Plan, signed
 from autopipe.planners.costs.precision_of import need
 from autopipe.planners.driver import arguments, precisions
+from autopipe.planners.driver.checked_trace import traced_model
 from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.request import (
     Job,
@@ -31,7 +32,6 @@ from autopipe.planners.driver.request import (
     as_optimizer_allows,
     left_alone,
 )
-from autopipe.planners.driver.trace_model import traced_model
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
 from autopipe.tracing.source import Source, bare, keeping_default_dtype
