@@ -141,7 +141,7 @@ def train(
                 break
     keeper.close()
     if talks and keeper.stopped is None:
-        feed.dry(steps)
+        feed.report_end(steps)
     if talks and snapshot is not None:
         say(snapshot.announcement(range(first + 1, first + 1 + len(readings.losses))))
     bubbles: tuple[float, ...] = ()

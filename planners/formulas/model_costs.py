@@ -48,7 +48,7 @@ from autopipe.sharding.local_graph import shard_graph, shardable
 from autopipe.stages.precision import PRECISIONS
 from autopipe.tracing.low_precision import kept
 from autopipe.tracing.source import Source
-from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths
+from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths, with_tokens
 from autopipe.util.gc_pause import resting
 from autopipe.util.progress import Say, phase
 
@@ -199,7 +199,7 @@ def _of_first_rank(
 ) -> tuple[Graph, tuple[Block, ...]]:
     """The graph of the first rank, by the best sharding for the longest sequence."""
     graph = traced.trace.graph
-    fixed = graph if traced.longest is None else graph.at_sequence(traced.longest)
+    fixed = graph if traced.longest is None else with_tokens(graph, traced.longest)
     trace = replace(traced.trace, graph=fixed)
     kind = slowest_kind(tp_groups(cluster, tp))
     degree = as_one_rank(tp, trace, analyse(fixed), blocks, cluster, ROWS[0], slowest=kind)
@@ -252,7 +252,7 @@ def _storages(short: Short, length: int | None, precision: str) -> list[tuple[St
     """
 
     def seen(rows: int, tokens: int) -> tuple[tuple[Storage, ...], tuple[int, ...]]:
-        fixed = short.graph if length is None else short.graph.at_sequence(tokens)
+        fixed = short.graph if length is None else with_tokens(short.graph, tokens)
         found = observe_saved(replace(short, graph=fixed), precision, rows)
         return found.storages, found.bytes
 
