@@ -35,12 +35,12 @@ from autopipe.planners.driver.request import (
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
 from autopipe.tracing.source import Source, bare, keeping_default_dtype
-from autopipe.util.gc_pause import resting
+from autopipe.util.gc_pause import collector_paused
 from autopipe.util.progress import Say
 from autopipe.util.stopwatch import Stopwatch
 
 
-@resting()
+@collector_paused()
 @keeping_default_dtype()
 def plan(
     model: Source,

@@ -49,7 +49,7 @@ from autopipe.stages.precision import PRECISIONS
 from autopipe.tracing.low_precision import kept
 from autopipe.tracing.source import Source
 from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths, with_tokens
-from autopipe.util.gc_pause import resting
+from autopipe.util.gc_pause import collector_paused
 from autopipe.util.progress import Say, phase
 
 ROWS = (2, 3)
@@ -148,7 +148,7 @@ class Formulas:
         }
 
 
-@resting()
+@collector_paused()
 def cost_formulas(
     model: Source,
     inputs: Any,
