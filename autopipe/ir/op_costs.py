@@ -226,7 +226,7 @@ LIKE = {
 """Ops whose pace is taken from a relative's, one of `measured.KERNELS`."""
 
 
-def _kernel(node: Node, operands: Specs) -> str:
+def _kernel(node: Node) -> str:
     """The key of a node's measured rate; attention has three, by how it can be fused."""
     op = node.short
     if op != "scaled_dot_product_attention":
@@ -295,7 +295,7 @@ def _whole_cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> N
     operands = [graph.spec(value) for value in values]
     formula = RULES.get(node.short)
     flops = formula(node, operands, results[0]) if formula else _touched(node, operands, results[0])
-    dims, kernel = _dims(node.short, operands, results[0]), _kernel(node, operands)
+    dims, kernel = _dims(node.short, operands, results[0]), _kernel(node)
     written = sum((spec.bytes for spec in results), nothing)
     read = sum((spec.bytes for spec in operands), nothing)
     if node.op == "aten.embedding.default":
