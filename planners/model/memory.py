@@ -50,7 +50,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -76,6 +76,27 @@ def excess(held: Held, limit: int) -> Held:
     return held - limit
 
 
+class EstimatedBytes(NamedTuple):
+    """Bytes on one device by purpose, for every range of units: the fields of `planfile.Memory`.
+
+    Each is an array of the shape of the ranges, but for `buffers` and others that are one number
+    where all ranges have the same.
+    """
+
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    buffers: Bytes
+    activations: Bytes
+    transfers: Bytes
+    passing: Bytes
+
+    @property
+    def peak(self) -> Bytes:
+        """The sum of all parts: linear in the micro-batches in flight."""
+        return np.asarray(sum(self[1:], start=self[0]))
+
+
 def estimate(
     ranges: Tables,
     problem: Problem,
@@ -84,8 +105,8 @@ def estimate(
     dropped: int | Bytes = 0,
     held: int | Bytes = 0,
     moving: int | Bytes = 0,
-) -> tuple[Bytes, ...]:
-    """Estimated bytes on one device by purpose, in the order of the fields of `Memory`.
+) -> EstimatedBytes:
+    """Estimated bytes on one device by purpose.
 
     Args:
         ranges: the ranges of units, in any shape; each result has that shape.
@@ -104,19 +125,20 @@ def estimate(
     else:
         masters = -(-2 * ranges.copies // (dp if zero else 1))
         parameters = ranges.read + masters + ranges.frozen
-    return (
-        parameters,
-        share if config.scatters else ranges.summed,
-        np.rint(problem.optimizer_factor * (share if zero else trainable)).astype(np.int64),
-        ranges.constants,
-        np.asarray(in_flight) * (ranges.saved - dropped + ranges.received)
+    updated = share if zero else trainable
+    return EstimatedBytes(
+        parameters=parameters,
+        gradients=share if config.scatters else ranges.summed,
+        optimizer=np.rint(problem.optimizer_factor * updated).astype(np.int64),
+        buffers=ranges.constants,
+        activations=np.asarray(in_flight) * (ranges.saved - dropped + ranges.received)
         + np.maximum(held, ranges.made)
         + moving,
-        posted * ranges.received
+        transfers=posted * ranges.received
         + arriving * ranges.sent_gradient
         + ranges.sent
         + leaving * ranges.received_gradient,
-        _passing(ranges, config),
+        passing=_passing(ranges, config),
     )
 
 
@@ -139,11 +161,6 @@ def scattered_bytes(summed: ArrayLike, largest: ArrayLike, ranks: int) -> Bytes:
     """
     bucket = np.minimum(summed, np.maximum(largest, BUCKET_BYTES))
     return np.asarray(2 * bucket + -(-bucket // ranks))
-
-
-def peak(parts: tuple[Bytes, ...]) -> Bytes:
-    """The sum of the parts of `estimate`: linear in the micro-batches in flight."""
-    return np.asarray(sum(parts[1:], start=parts[0]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ def least_estimate(problem: Problem, config: Config, in_flight: int) -> np.ndarr
             held = int(sets.largest[number]) if dropped else 0
             parts = memory.estimate(ranges, problem, config, in_flight, dropped, held)
             here = numbers == number
-            least[here] = np.minimum(least, memory.peak(parts))[here]
+            least[here] = np.minimum(least, parts.peak)[here]
     return least
 
 
@@ -62,7 +62,7 @@ def test_of_units_without_transfers_the_bound_is_the_estimate() -> None:
     config = Config(1, 1, 4, 0, "1f1b")
     ranges = tables(problem, problem.profiles[0])
     for first, end in itertools.combinations(range(4), 2):
-        found = memory.peak(memory.estimate(ranges.at(first, end), problem, config, 2))
+        found = memory.estimate(ranges.at(first, end), problem, config, 2).peak
         assert memory.bound(problem, config).bytes(first, end, 2) == found == 420 * (end - first)
 
 
