@@ -68,7 +68,7 @@ class Asked:
     other: int | None
 
     def calls(self, count: int, rise: int) -> Iterator[int]:
-        """The numbers of calls after which the comparison may turn out otherwise.
+        """The numbers of calls after which the comparison may have another result than now.
 
         After them the count is at the other number, one before it, or one behind it.
 
@@ -204,7 +204,7 @@ class Counts:
         return any(self._before.get(key, value) != value for key, value in self._now().items())
 
     def ahead(self, calls: int) -> None:
-        """Set each value that has changed to what `calls` calls would have made of it.
+        """Set each value that one call changed to what `calls` calls would have made of it.
 
         The change up to the first call of this method is taken for the change of one call.
         """

@@ -181,7 +181,7 @@ def measured_on(parameters: Iterable[Named]) -> dict[str, Tensor]:
 
 
 def _small(shape: Sequence[int]) -> list[int]:
-    """A shape of as many dims, whose largest are halved until it has no more than SIZE x SIZE."""
+    """The shape with its largest dims halved until it has at most SIZE x SIZE elements."""
     found = list(shape)
     while math.prod(found) > SIZE * SIZE:
         found[found.index(max(found))] //= 2

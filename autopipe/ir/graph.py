@@ -187,7 +187,7 @@ class StateSpec:
 
     @property
     def summed(self) -> TensorSpec:
-        """Shape and dtype of the sum of its gradients: that of `gradient`, else as it is held."""
+        """Shape and dtype of the sum of its gradients; `gradient` is its dtype, else that held."""
         return TensorSpec(self.spec.shape, self.gradient or self.held.dtype)
 
     def __str__(self) -> str:

@@ -84,7 +84,7 @@ rule = entering(RULES)
 
 
 def _elements(spec: TensorSpec) -> sympy.Expr:
-    """An expression also where it is a number: a share of it is then exact."""
+    """The number of elements, always as an expression: fractions of it are exact."""
     return sympy.sympify(sympy.prod(spec.shape))
 
 
@@ -99,7 +99,7 @@ def _linear(node: Node, operands: Specs, made: TensorSpec) -> Dim:
 
 @rule("columns")
 def _columns(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """Linear layers of one input beside each other."""
+    """Several linear layers of one input, in one product: [..., k] x [n, k] for each result."""
     results = sum((_elements(spec) for spec in node.outputs if spec), sympy.Integer(0))
     return 2 * results * operands[0].shape[-1]
 
@@ -269,7 +269,7 @@ def _cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> NodeCos
 
 
 def _in_parts(cost: NodeCost, graph: Graph, node: Node) -> NodeCost:
-    """The cost of a loss whose logits are made in parts, and in backward once more."""
+    """The cost of a loss that makes its logits part by part, and makes them again in backward."""
     given, (rows, inner, columns) = arguments(node), cost.dims
     width = min(int(columns), given["width"])
     parts, again = -(-int(columns) // width), min(cost.launches[1], 1)

@@ -251,7 +251,7 @@ def _draws(call: fx.Node) -> bool:
 
 
 def _filled(call: fx.Node) -> fx.Node | None:
-    """The value that a call writes in place and returns; None: it does something else."""
+    """The argument that a call writes in place and returns; None if it does anything else."""
     op, args = called(call)
     read: Any = args[0] if args else None
     if writes(op) != (0,) or not isinstance(read, fx.Node):

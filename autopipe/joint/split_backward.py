@@ -340,7 +340,7 @@ def needed(graph: JointGraph) -> list[fx.Node]:
 def _inputs_of(
     graph: JointGraph, calls: Sequence[fx.Node], outputs: Iterable[fx.Node | None]
 ) -> dict[fx.Node, None]:
-    """The values that a half reads but neither makes nor takes from the states, each once."""
+    """The inputs of a half: values that its calls read, without those that it makes and states."""
     inside = set(calls)
     read = [node for call in calls for node in call.all_input_nodes]
     read += [node for node in outputs if node is not None]

@@ -107,13 +107,19 @@ def _computed(plan: Plan) -> dict[str, float]:
 
 
 def _causes_known(stage: StagePrediction) -> bool:
-    """Whether it is known what a stage's seconds go to: they may have been changed by hand."""
+    """Whether a stage's seconds by cause add up to its seconds: a hand may have changed either."""
     seconds = stage.forward_seconds + stage.backward_seconds
     return stage.spent is not None and math.isclose(stage.spent.seconds, seconds, rel_tol=1e-6)
 
 
 def _ends(plan: Plan) -> tuple[float, float, float, float]:
-    """The seconds of the step: even, free, unsummed and as it is."""
+    """The seconds of the step in four walks, none faster than the one before it.
+
+    even          every stage takes the mean, transfers and sums of gradients nothing
+    unhindered    each stage takes its own seconds, transfers and sums still nothing
+    unsummed      transfers too, sums of gradients nothing
+    whole         the step as planned
+    """
     costs, step, weights = predict.costs(plan), programs.step(plan), _weights(plan)
     stages, count = len(plan.stages), plan.batch.micro_batches
     of_rank = stages // plan.mesh.pp

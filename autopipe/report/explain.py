@@ -64,7 +64,7 @@ def _figures(plan: Plan, columns: int, all_of_them: bool) -> Iterator[str]:
 
 
 def _step(plan: Plan, columns: int) -> Iterator[str]:
-    """One step as it is predicted, to scale."""
+    """The lines of a picture of one predicted step, to scale."""
     found = schedule_page.step(plan, columns)
     if found is None:
         return

@@ -149,7 +149,7 @@ def _of_all(function: Callable[..., Any], name: str, *numbers: Tensor) -> Tensor
 
 
 class _Row:
-    """A part of a table, by fewer numbers than it has dims: `table[b]` of `table[b][query]`."""
+    """A table indexed by fewer numbers than it has dims: the `table[b]` in `table[b][query]`."""
 
     def __init__(self, each: _Each, table: Tensor, numbers: tuple[Any, ...] = ()) -> None:
         self._each, self._table, self._numbers = each, table, numbers

@@ -188,7 +188,7 @@ class _Tracing:
 
     @property
     def kept(self) -> SixteenBits | None:
-        """How the model is trained in 16 bits; None: as it is built."""
+        """How the model is trained in 16 bits; None: in the dtypes that it is built with."""
         return self.program.kept
 
     def traced(self, real: Callable[[], nn.Module] | None, reads: Sequence[Read] | None) -> Trace:
