@@ -169,7 +169,7 @@ class CheckRun:
         return found
 
     def compared(self, case: Sized, *notes: str) -> Comparison:
-        """One comparison."""
+        """Run one case beside the unsplit model and compare them, once."""
         graphs = [_GRAPHS] if case.plan.compiled and self.backend == "eager" else []
         all_notes = (*nearness(case.plan), *graphs, *notes)
         path = Path(self.source)  # the ranks may start in another folder

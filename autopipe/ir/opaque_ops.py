@@ -146,8 +146,8 @@ def keep(tensors: Sequence[Tensor], size: int, outputs: Iterable[Tensor]) -> Non
 
 @lru_cache(maxsize=256)
 def _on_ones(op: Callable[..., Any], low: torch.dtype | None, described: tuple[Any, ...]) -> _Real:
-    """What the real kernel shows on ones, which istft takes as windows; zeros it refuses. The cache
-    needs `low`, the dtype of autocast around the call."""
+    """What the real kernel does to ones (istft refuses a window of zeros). `low`, the dtype of
+    autocast around the call, is there for the cache's key."""
     with outside_fake_mode(), torch.enable_grad():
         args = _ones(described)
         kept: dict[int, int] = {}

@@ -45,7 +45,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """What an op of fake tensors on a CPU computes in by autocast; None: there is none."""
+    """The dtype of autocast for ops of fake tensors on a CPU; None where autocast is off."""
     on_cpu = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return EMULATED.get() or on_cpu
 
@@ -170,9 +170,10 @@ def write_one(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> 
 def counted(
     x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
 ) -> torch.Tensor | None:
-    """What `torch.bincount` gives where all of x is below `minlength`, by ops of fixed sizes.
+    """`torch.bincount` by ops whose result has a fixed size: `minlength`.
 
-    None: it is not, or no length is said. Where that is not known, a larger entry ends the run.
+    Returns None if no length is given, or an entry of x is known to be `minlength` or more. The
+    entries of a fake x are not known: there, a larger one is an error of `index_add` in the run.
     """
     if isinstance(minlength, int) and not minlength:
         return None
@@ -190,9 +191,10 @@ def counted(
 def for_any_rows(
     func: object, args: Sequence[Any], named: Mapping[str, Any]
 ) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
-    """What a call gives that torch's own code makes for one number of rows alone, made for any.
+    """The result of a call that torch itself would trace for a single number of rows only.
 
-    None: it is another call, or its sizes are numbers.
+    It is made here of ops that hold for any number. None if it is no such call, or if all its sizes
+    are plain numbers.
     """
     if (parts := _in_even_parts(func, args, named)) is not None:
         return parts

@@ -113,7 +113,10 @@ class Joint:
     parcels: Parcels | None = None
 
     def moved_by(self, offloader: Offloader) -> Joint:
-        """With calls that move its parcels; the graphs pass what was sent in place of values."""
+        """A copy whose graphs move its parcels to the host and back.
+
+        Its forward returns, and its backward takes, what was sent in place of the values.
+        """
         assert self.parcels is not None
         return replace(
             self,
@@ -122,7 +125,7 @@ class Joint:
         )
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> Joint:
-        """With each of the graphs changed."""
+        """A copy with `change` applied to each of its graphs."""
         weight = self.backward_weight
         return replace(
             self,

@@ -77,8 +77,10 @@ def waterfall(plan: Plan) -> dict[str, float]:
 
 
 def _weights(plan: Plan) -> list[float]:
-    """Of each stage its weight in the mean device: the micro-batches that it runs, times the share
-    that its rank's peak has in all of them."""
+    """The weight of each stage in the mean device.
+
+    It is the number of micro-batches that the stage runs, times its rank's share of all peaks.
+    """
     ranks, count = holders(programs.compute(plan)), plan.batch.micro_batches
     peaks = plan.work.peaks if plan.work is not None else (1.0,) * plan.mesh.pp
     return [
@@ -93,7 +95,7 @@ def _mean(weights: Sequence[float], seconds: Iterable[float]) -> float:
 
 
 def _computed(plan: Plan) -> dict[str, float]:
-    """What the mean device computes for in a step."""
+    """The mean device's seconds of computing in a step, by cause."""
     stages, mean = [stage.predicted for stage in plan.stages], partial(_mean, _weights(plan))
     known = [stage.spent for stage in stages if stage.spent is not None]
     both = [stage.forward_seconds + stage.backward_seconds for stage in stages]

@@ -122,7 +122,7 @@ def _term(flow: Dataflow, node: Node) -> LabelCounts | None:
 
 
 def _dividing(flow: Dataflow, mean: Node) -> _Divisor | None:
-    """What a sum is divided by to be a mean over labels."""
+    """The number of labels that a sum is divided by; None: the node is no sum divided by one."""
     if mean.kwargs or (above := _made_by(flow, mean.args[0])) is None or above.short != "sum":
         return None
     return _divisor(flow, mean.args[1])
