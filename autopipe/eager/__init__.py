@@ -7,5 +7,5 @@ Never found here: making a graph (`tracing`), comparing one with the model (`pla
 
 Other rooms use: `refused_effects.refused`, `.check_model`, `assigned_buffers.written`,
 `.as_before`, `second_run.calls_of`, `draws.Generators`, `kept.restoring`, `.caches_put_back`,
-`.left_by`, `counts.Counts`, `contents.MOST_ELEMENTS`, `frozen.frozen`.
+`.left_by`, `counts.Counts`, `contents.MOST_ELEMENTS`, `frozen.frozen`, `taint.Taint`.
 """

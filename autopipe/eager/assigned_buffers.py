@@ -10,7 +10,8 @@ line at its end. That call is one of the buffer's own module, or of a module aro
 one of its methods (`self.rms.update(x)`). Autograd saves the copy, since the buffer changes later.
 
 A buffer that is in no checkpoint and gets another shape or dtype is a cache: the model computes it
-in its first call and keeps it, the graph computes it in every micro-batch.
+in its first call and keeps it, the graph computes it in every micro-batch. It stays as the run has
+made it, for the values that the model keeps beside it (`self.length_of_cache`) stay too.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ def put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def as_before(*parts: Part, holders: Sequence[Holder] | None = None) -> Iterator[None]:
+def as_before(
+    *parts: Part, holders: Sequence[Holder] | None = None, caches: bool = False
+) -> Iterator[None]:
     """Within, buffers may be written and assigned, and other kept tensors written in place;
-    afterwards all of them are as they were.
+    afterwards all of them but caches are as they were.
 
     Args:
         holders: `holders_of(*parts)`, where the caller has them.
+        caches: whether caches are as they were, too (`Assigned.caches`).
     """
     buffers = [(model, buffers_of(model)) for model in modules_among(parts)]
     values = [
@@ -64,7 +68,8 @@ def as_before(*parts: Part, holders: Sequence[Holder] | None = None) -> Iterator
     finally:
         with torch.no_grad():
             for model, known in buffers:
-                put(model, known)
+                filled = set() if caches else _filled(model, known)
+                put(model, {name: b for name, b in known.items() if name not in filled})
             for tensor, copied in values:
                 _put_back(tensor, copied)
             for tensor, count, copied in others:
@@ -86,6 +91,17 @@ def frozen_as_before(model: nn.Module) -> Iterator[None]:
         for parameter, memory, values in before:
             if parameter.data_ptr() != memory.data_ptr() or not torch.equal(parameter, values):
                 parameter.data = memory.copy_(values)
+
+
+def _filled(model: nn.Module, before: Mapping[str, Tensor]) -> set[str]:
+    """The buffers that are caches: since `before` they got another shape or dtype, and they are in
+    no checkpoint."""
+    now = buffers_of(model)
+    other = {n for n, old in before.items() if n in now and not _alike(now[n], old)}
+    if not other:
+        return other
+    with no_function_modes():  # of a large model a state dict takes a second: it detaches them all
+        return other - model.state_dict().keys()
 
 
 def _put_back(tensor: Tensor, values: Tensor) -> None:
@@ -113,8 +129,8 @@ def written(model: nn.Module, names: Mapping[str, str]) -> Iterator[Assigned]:
     (`Assigned.states`).
 
     Yields:
-        an `Assigned`, which at the end has the other buffers that were assigned. Each buffer is
-        then the tensor that it was before.
+        an `Assigned`, which at the end has the other buffers that were assigned. Each buffer but a
+        cache is then the tensor that it was before.
 
     Raises:
         CaptureError: a buffer that is no cache gets another shape or dtype, or is assigned in
@@ -139,14 +155,9 @@ def written(model: nn.Module, names: Mapping[str, str]) -> Iterator[Assigned]:
         after = buffers_of(model)
         changed = [name for name, buffer in before.items() if after.get(name) is not buffer]
         _check_views(model, before, versions)
-        # Of a large model a state dict takes a second: each of its tensors is detached.
-        persistent = model.state_dict().keys() if changed else ()
+        found.caches.update(_filled(model, before))
         for name in changed:
-            new = after.get(name)
-            cache = new is not None and not _alike(new, before[name]) and name not in persistent
-            if cache:
-                found.caches.add(name)
-            else:
+            if name not in found.caches:
                 found.states[name] = calls.around.get(name, name.rpartition(".")[0])
         _check_names(model, before, after, found.states)
         for name in sorted(found.states.keys() & names.keys()):
@@ -157,7 +168,8 @@ def written(model: nn.Module, names: Mapping[str, str]) -> Iterator[Assigned]:
             )
     finally:  # also after an error: the model may be traced again
         now = buffers_of(model)
-        put(model, {name: buffer for name, buffer in before.items() if now.get(name) is not buffer})
+        changed = [name for name, buffer in before.items() if now.get(name) is not buffer]
+        put(model, {name: before[name] for name in changed if name not in found.caches})
 
 
 def _check_shapes(

@@ -3,46 +3,149 @@
 kept values have changed    a second run, and runs with counts far ahead (`counts.runs_ahead`)
 nothing has changed         a second run, for changes that cannot be seen
                             (`second_run.check_unseen`)
+
+A kept table of constants is none of these: its calls are in the first run alone, and no number of
+the rows or of a weight is in it (`CallsOnRows`).
+
+    if self.cos is None:                                first run     later runs
+        self.cos = torch.arange(len(x)).cos()           noted: no     not made
+    return self.linear(x) * self.cos                    noted: yes    noted, with equal values
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.counts import runs_ahead
-from autopipe.eager.holders import Part
+from autopipe.eager.holders import Part, holders_of, modules_among
 from autopipe.eager.kept import Caches, restoring
-from autopipe.eager.second_run import Noted, check_unseen
+from autopipe.eager.second_run import Call, Noted, check_left_out, check_unseen, plain_of
+from autopipe.eager.taint import Taint
+from autopipe.ir.tensors import tensors_in
+from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes, version
 
 T = TypeVar("T")
 
 
 def compared_runs(
     parts: Sequence[Part],
+    rows: Iterable[Tensor],
     first: Callable[[Noted], T],
     again: Callable[[Callable[[], Noted]], object],
     others: Callable[[], object],
+    caches_filled: Callable[[], Iterable[str]],
 ) -> tuple[T, tuple[str, ...]]:
     """The result of a first run, and the names of kept values that make a later run differ.
 
     Args:
         parts: the model and its loss; what these runs change in them is put back.
+        rows: the tensors of a batch, of which each run makes copies.
         first: makes the first run, notes its calls of torch, and puts buffers back.
         again: makes another run in the same way.
         others: makes a run without noting anything or putting anything back.
+        caches_filled: names the buffers that are caches (`assigned_buffers.Assigned`), after a run.
 
     Raises:
-        CaptureError: a second run makes other calls, though no kept value has changed.
+        CaptureError: a second run makes other calls, though no kept value has changed; or a first
+            run draws random numbers that later ones do not draw.
     """
     with restoring(*parts) as changed:
         noted, caches = Noted(), Caches(*parts)
         found = first(noted)
-        names = changed()
+        names = (*changed(), *sorted(caches_filled()))
         if not names:
             check_unseen(noted.calls, again, filled=bool(caches.filled()))
     if not names:
         return found, ()
+    weights = [p for model in modules_among(parts) for p in model.parameters()]
+    taint = Taint([*rows, *weights, *_written_buffers(parts, others)], draws=True)
+    real = not any(map(is_fake, weights))
     with restoring(*parts):
-        usual, *later = runs_ahead(parts, others)
-    return found, names if any(other != usual for other in later) else ()
+
+        def calls(run: Callable[[], object]) -> tuple[Call, ...]:
+            with taint, CallsOnRows(taint) as on_rows:
+                run()
+            if real:  # the taint holds all activations of the run
+                taint.forget_all_but(_kept(parts))
+            return tuple(on_rows.calls)
+
+        usual, second, later = runs_ahead(parts, others, calls)
+    check_left_out(usual, second)
+    return found, names if any(other != usual for other in (second, *later)) else ()
+
+
+class CallsOnRows(TorchFunctionMode):
+    """Notes the calls of torch that depend on the rows, on a weight or on a random number, with all
+    else that they are given: numbers, and the values of other tensors.
+
+    Args:
+        taint: entered around this mode; its sources are the rows and the weights.
+
+    Attributes:
+        calls: the calls so far, without values of what depends on a source.
+    """
+
+    def __init__(self, taint: Taint) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self._taint = taint
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with no_function_modes():  # to look at a value is no read of the model's
+            given = [*tensors_in((args, kwargs or {}))]
+            on_rows = any(map(self._on_rows, given))
+            call = self._call(func, args, kwargs, given) if on_rows else None  # before it writes
+        result = func(*args, **(kwargs or {}))
+        with no_function_modes():
+            made = [*tensors_in(result)]
+            if any(map(self._on_rows, made)):
+                self.calls.append(call or self._call(func, args, kwargs, given))
+            elif call and not made and getattr(func, "__name__", "") != "__get__":
+                self.calls.append(call)  # it has written one, or hangs a hook on it
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Call:
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        return (
+            (str(func), repr((plain_of((args, kwargs or {})), modes))),
+            *((str(tensor.shape), self._values(tensor)) for tensor in given),
+        )
+
+    def _on_rows(self, tensor: Tensor) -> bool:
+        unseen = is_fake(tensor) or is_transformed(tensor) or tensor.is_nested
+        return unseen or tensor.layout != torch.strided or self._taint(tensor)
+
+    def _values(self, tensor: Tensor) -> bytes | None:
+        if self._on_rows(tensor):
+            return None
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return blake2b(plain.view(torch.uint8).numpy().tobytes()).digest()
+
+
+def _kept(parts: Sequence[Part]) -> Iterator[Tensor]:
+    """The tensors that models and losses keep."""
+    for holder in holders_of(*parts):
+        yield from tensors_in(holder.values())
+    yield from _buffers(parts)
+
+
+def _buffers(parts: Sequence[Part]) -> Iterator[Tensor]:
+    for model in modules_among(parts):
+        yield from model.buffers()
+
+
+def _written_buffers(parts: Sequence[Part], run: Callable[[], object]) -> list[Tensor]:
+    """The buffers that a run writes: the next micro-batch has other values in them."""
+    buffers = [*_buffers(parts)]
+    if not buffers:
+        return []
+    with restoring(*parts):
+        before = [version(buffer) for buffer in buffers]
+        run()
+        return [b for b, count in zip(buffers, before, strict=True) if version(b) != count]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from autopipe.eager.contents import (
     rise_of,
 )
 from autopipe.eager.holders import Part, holders_of
-from autopipe.eager.second_run import Call, calls_of
+from autopipe.eager.second_run import Call
 from autopipe.ir.torch_patches import is_torchs
 
 T = TypeVar("T")
@@ -170,6 +170,9 @@ class Watched(int):
         return super().__hash__()
 
 
+Calls = tuple[Call, ...]
+
+
 class Counts:
     """The measures (`contents.measure`) of all values that models and losses keep.
 
@@ -286,24 +289,28 @@ class Counts:
         return is_as(now, self._lists[key][-len(now) :] if now else [])
 
 
-def runs_ahead(parts: Sequence[Part], run: Callable[[], object]) -> Iterator[Hashable]:
-    """The calls of torch of several runs: a first, a second, and then runs with counts far ahead
-    or, of a small model that counts nothing, a few more.
+def runs_ahead(
+    parts: Sequence[Part],
+    run: Callable[[], object],
+    logged: Callable[[Callable[[], object]], Calls],
+) -> tuple[Calls, Calls, list[Calls | str]]:
+    """The calls of torch of a first run, of a second one, and of runs with counts far ahead or, of
+    a small model that counts nothing, of a few more. Of a later run that fails its error's text.
 
-    Each run begins with the same buffers, so that runs differ only by what Python keeps.
+    Each run begins with the same buffers but for caches, so that runs differ only by what the model
+    keeps.
 
     Args:
         run: runs the model; it leaves the state of torch's generator as it was.
+        logged: makes a run, and gives the calls that count.
     """
 
-    def calls() -> tuple[Call, ...]:
+    def calls() -> Calls:
         with as_before(*parts):
-            return calls_of(run)
+            return logged(run)
 
     first = calls()
-    yield first
     counts = Counts(*parts)
-    yield calls()
-    for _ in range(FURTHER) if not counts.risen and len(first) <= SMALL else ():
-        yield calls()
-    yield from counts.runs(calls)
+    second = calls()
+    more = FURTHER if not counts.risen and len(first) <= SMALL else 0
+    return first, second, [*(calls() for _ in range(more)), *counts.runs(calls)]

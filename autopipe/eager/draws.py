@@ -1,11 +1,15 @@
-"""Random numbers that a model draws outside of torch: from Python's and numpy's generators.
+"""Random numbers of which a graph has none: from Python's and numpy's generators, or seeded.
 
     random.random(), numpy.random.rand()     the generator that all code shares
     self.rng = random.Random(0)              a generator of the model's, wherever it is kept
     from random import random                a method of a generator
+    torch.manual_seed(3)                     numbers of torch's own generator, from its seed on
+    torch.randn(8, generator=self.own)       numbers of torch's, from a generator of the model's
 
-In a graph such numbers would be constants. A model may draw numbers that change nothing (`if draw <
-self.layerdrop` with a layerdrop of 0): it makes the same calls of torch whatever is drawn.
+Numbers from outside torch would be constants in a graph. A model may draw numbers that change
+nothing (`if draw < self.layerdrop` with a layerdrop of 0): it makes the same calls of torch
+whatever is drawn. Of torch's own numbers each op of a plan has a stream of its own, so what a model
+seeds itself is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from types import BuiltinFunctionType, MethodType
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.holders import Part, holders_of
@@ -25,6 +30,7 @@ from autopipe.eager.second_run import Share, calls_of
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.torch_patches import patched
+from autopipe.ir.torch_private import TorchDispatchMode
 
 RUNS = 8
 """Runs with other seeds."""
@@ -223,3 +229,37 @@ def _seed(generator: Any, seed: int) -> None:
     else:  # a numpy.random.Generator
         bits = generator.bit_generator
         bits.state = type(bits)(seed).state
+
+
+SEED = int.from_bytes(b"autopipe")
+"""The seed of torch's generator during a watched run: one that no model is likely to set itself."""
+
+
+@contextmanager
+def seed_known() -> Iterator[None]:
+    """Within, torch's generator begins at `SEED`; afterwards it is as before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(SEED)
+        yield
+
+
+class RefusedSeeds(TorchDispatchMode):
+    """Refuses random ops that the model itself has seeded; entered within `seed_known`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given = kwargs.get("generator") is not None
+            if given or torch.initial_seed() != SEED:
+                which = (
+                    "from a generator of its own" if given else "after a seed that it sets itself"
+                )
+                raise CaptureError(
+                    f"{user_lines.here()}: the model draws random numbers {which}; in a plan every "
+                    "random op draws anew from a seed of run, step and micro-batch",
+                    hint="draw fixed numbers once, in __init__, and keep them with register_buffer",
+                )
+        return func(*args, **kwargs)

@@ -30,7 +30,7 @@ def restoring(*parts: Part) -> Iterator[Callable[[], tuple[str, ...]]]:
     """
     holders = holders_of(*parts)
     with (
-        as_before(*parts, holders=holders),
+        as_before(*parts, holders=holders, caches=True),
         _restoring_registered(modules_among(parts)) as registered,
         _restoring_kept(holders) as kept,
     ):

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from autopipe.eager.draws import RefusedSeeds
 from autopipe.eager.registered import new_parameters
-from autopipe.eager.seeds import RefusedSeeds
 from autopipe.errors import CaptureError, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.frontend.refusals import depends_on_values, takes_a_number

@@ -12,6 +12,7 @@ computation (`self.last = hidden`) makes the same calls in a second run, and is 
 from __future__ import annotations
 
 import marshal
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -68,7 +69,7 @@ def check_unseen(
     position = _first_difference(first, second.calls)
     if position == len(second.calls):
         if filled:
-            _check_left_out(first, second.calls)
+            check_left_out(first, second.calls)
         return
     noted = Noted(until=position)  # kept values have changed once more; the line is the same
     again(lambda: noted)
@@ -87,8 +88,14 @@ def leaves_out(first: Sequence[Call], second: Sequence[Call]) -> bool:
     return _first_difference(first, second) == len(second) and not _draws_left_out(first, second)
 
 
-def _check_left_out(first: Sequence[Call], second: Sequence[Call]) -> None:
-    """Refuse random numbers that a first run draws and keeps: a graph draws them in each call."""
+def check_left_out(first: Sequence[Call], second: Sequence[Call]) -> None:
+    """Refuse random numbers that a first run draws and keeps: a graph draws them in each call.
+
+    Raises:
+        CaptureError: the second run makes calls of the first alone, and leaves out such a draw.
+    """
+    if _first_difference(first, second) < len(second):
+        return
     for function in _draws_left_out(first, second):
         raise CaptureError(
             f"the model draws random numbers in a first call ({function}) and keeps them; in a "
@@ -98,10 +105,11 @@ def _check_left_out(first: Sequence[Call], second: Sequence[Call]) -> None:
 
 
 def _draws_left_out(first: Sequence[Call], second: Sequence[Call]) -> list[str]:
+    """The names of the functions that the first run draws by, and the second does not."""
     counts = Counter(call[0] for call in first)
     counts.subtract(call[0] for call in second)
-    left = (function for (function, _), count in counts.items() if count > 0)
-    return [function for function in left if any(word in function for word in _RANDOM)]
+    left = (re.findall(r"\w+", function) for (function, _), count in counts.items() if count > 0)
+    return [name for names in left for name in names if any(word in name for word in _RANDOM)]
 
 
 _RANDOM = "rand", "normal", "uniform", "bernoulli", "multinomial", "exponential", "dropout"

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopipe.eager import refused_effects, second_run, seeds
+from autopipe.eager import refused_effects, second_run
 from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.compared_runs import compared_runs
-from autopipe.eager.draws import Generators
+from autopipe.eager.draws import Generators, seed_known
 from autopipe.eager.kept import caches_put_back, restoring
+from autopipe.eager.taint import Taint
 from autopipe.errors import AutopipeError, CaptureError, DrawnBranch, ModelError, OtherBranch
 from autopipe.frontend import refusals, user_lines
 from autopipe.frontend.quiet import libraries_hushed
@@ -33,7 +34,7 @@ from autopipe.opaque.scripted import functions_op_by_op
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.export import Program, tensors_of
 from autopipe.tracing.low_precision import parameters_in
-from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, Taint, record
+from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record
 
 Within = Callable[[], AbstractContextManager[object]]
 """Makes what a run of a program happens in."""
@@ -89,7 +90,7 @@ def glance(
 
 @contextmanager
 def _surroundings() -> Iterator[None]:
-    with eager_branches(), libraries_hushed(heard=True), seeds.known(), functions_op_by_op():
+    with eager_branches(), libraries_hushed(heard=True), seed_known(), functions_op_by_op():
         yield
 
 
@@ -112,8 +113,10 @@ class _RunsOfALook:
         """The reads of a run; sets the program's `unsteady`."""
         parts = self.program.parts
         first, again = partial(self._first, within), partial(self.again, within)
-        found, self.program.unsteady = compared_runs(parts, first, again, self.again)
-        self.program.unsteady += tuple(sorted(self.program.caches))
+        runs = first, again, self.again
+        found, self.program.unsteady = compared_runs(
+            parts, self.tensors, *runs, lambda: self.program.caches
+        )
         return found
 
     def _first(self, within: Within, noted: second_run.Noted) -> tuple[Read, ...]:

@@ -29,15 +29,14 @@ from torch.overrides import TorchFunctionMode
 from autopipe.eager import logged_reads
 from autopipe.eager.logged_reads import Number, used
 from autopipe.eager.second_run import Unexpected, of_other_rows
+from autopipe.eager.taint import Taint
 from autopipe.errors import AutopipeError, CaptureError, ModelError, Uncaptured
 from autopipe.frontend import refusals, user_lines
 from autopipe.ir.tensors import of_unknown_size, tensors_in
 from autopipe.ir.torch_private import (
     DataDependentOutputException,
-    TorchDispatchMode,
     is_fake,
     lists_as_one_read,
-    written_arguments,
 )
 from autopipe.opaque.custom_functions import as_ops
 from autopipe.planfile.parts import Read
@@ -196,34 +195,6 @@ class _Recording(TorchFunctionMode):
         if known is None or repr((known.kind, known.value)) != repr((read.kind, read.value)):
             self.refused = self._unlike(known, read)
             raise self.refused
-
-
-class Taint(TorchDispatchMode):
-    """Tracks real tensors that a fake one was written into: their values are meaningless.
-
-    out = torch.zeros(3)        # real
-    out[0] = hidden.sum()       # hidden is fake: out keeps its zero, a wrong value
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages: dict[int, Tensor] = {}  # by address; the tensor keeps the address taken
-
-    def __call__(self, tensor: Tensor) -> bool:
-        strided = tensor.layout == torch.strided
-        return strided and tensor.untyped_storage().data_ptr() in self._storages
-
-    def _mark(self, tensor: Tensor) -> None:
-        if not is_fake(tensor) and tensor.layout == torch.strided and tensor.numel():
-            self._storages[tensor.untyped_storage().data_ptr()] = tensor
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        operands = list(tensors_in((args, kwargs or {})))
-        if any(is_fake(t) or self(t) for t in operands):
-            for tensor in tensors_in((result, written_arguments(func, args, kwargs or {}))):
-                self._mark(tensor)
-        return result
 
 
 def record(
