@@ -34,14 +34,14 @@ class _Weight:
 
 @dataclass(frozen=True)
 class Sight:
-    """What a place has: which tensor, how often that was written, and some of its elements."""
+    """A look at a tensor: which one it is, how often it was written, and some of its elements."""
 
     tensor: Tensor | None
     written: int = 0
     some: Tensor | None = None
 
     def same(self, before: Sight) -> bool:
-        """Whether it is the tensor that it was, with the elements that it had."""
+        """Whether the tensor and its elements are those of an earlier look."""
         if self.tensor is not before.tensor or self.tensor is None:
             return self.tensor is before.tensor
         if self.some is None or before.some is None:
@@ -51,7 +51,7 @@ class Sight:
         return self.written == before.written or self.some.numel() == self.tensor.numel()
 
     def unwritten_since(self, before: Sight) -> bool:
-        """Whether it is also true that nothing has written it, even what was there."""
+        """Whether it is the `same`, and nothing has written it, not even the values that it had."""
         return self.same(before) and self.written == before.written
 
 
@@ -73,8 +73,8 @@ class Copied:
         self._looks = self._now()
 
     def written(self) -> str | None:
-        """The first that was written, or a parameter that is another tensor, since this was last
-        asked, or made."""
+        """The name of the first tensor that was written, or replaced by another one, since the last
+        call of this, or since this object was made; None: there is none."""
         before, self._looks = self._looks, self._now()
         pairs = zip(self._places, before, self._looks, strict=True)
         return next((place.name for place, old, new in pairs if not new.same(old)), None)
@@ -91,7 +91,10 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _look(tensor: Tensor | None, place: _Weight) -> Sight:
-    """Another trace writes buffers and restores them: these count by their elements alone."""
+    """A look at a tensor of a module.
+
+    Another trace writes buffers and restores them, so writes of a buffer are not counted.
+    """
     trained = isinstance(tensor, nn.Parameter)
     # Whether a buffer was replaced by another tensor is looked at by `Between`.
     if tensor is None or not (place.copied or trained):

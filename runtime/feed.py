@@ -144,7 +144,7 @@ class Feed:
         self._resumed = None
         return stream
 
-    def dry(self, steps: int | None) -> None:
+    def report_end(self, steps: int | None) -> None:
         """Say so if the batches have ended before the wanted number of steps."""
         if self.left_out > 1:
             self._say(f"{self._asking()}: {self.left_out} batches were left out in all")

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,42 +113,23 @@ def train(
     plan, talks = pipe.plan, pipe.place.rank == 0
     optimizer = optimizer_for(pipe, file)
     scheduler = file.scheduler(optimizer) if file.scheduler is not None else None
-    limit = file.max_grad_norm
     recorder = Recorder() if trace is not None else None
     pipe.record = recorder.record if recorder is not None else None
     feed = Feed(pipe, file, epochs, say)
-    readings, clock = _Readings(pipe), clock_of(pipe.device)
+    readings = _Readings(pipe)
     keeper = Keeper(pipe, optimizer, scheduler, feed, saving, say)
     first = pipe.steps if saving is not None else 0
     remaining = None if steps is None else max(0, steps - first)
     most = min((n for n in (steps, feed.of) if n is not None), default=None)
+    one = _OneStep(pipe, file, optimizer, keeper, readings, say, keep_going=keep_going)
     with (
         progress_shown(most, talks and not quiet, say, log_every) as show,
         opened(metrics if talks else NOWHERE, plan, first, say) as log,
     ):
         for step, batch in enumerate(islice(feed, remaining), start=first):
-            pipe.meter = Meter() if readings.warming else None
             if recorder is not None:
                 recorder.begin(step + 1)
-            began, around = perf_counter(), [clock.mark()]
-            with recorded(snapshot, step + 1, pipe.place):
-                loss = pipe.step(batch, sharded=file.sharded)
-                around.append(clock.mark())  # what a plan predicts ends with the gradients
-                readings.losses.append(float(loss))
-                if (error := _not_finite(readings.losses)) is not None:
-                    if not keep_going:
-                        raise error
-                    if talks:
-                        say(error.message)
-                norm = None if limit is None else float(pipe.clip_grad_norm_(limit))
-                keeper.before_update()
-                update(optimizer, seeding.seed(pipe.seed, "optimizer", pipe.steps))
-            readings.add(clock.seconds(around), optimizer)
-            elapsed = perf_counter() - began
-            rows = rows_of(batch, plan, sharded=file.sharded)
-            length = length_share(pipe.row_length, plan)
-            figures = of_step(plan, step + 1, readings.losses[-1], elapsed, rows, length)
-            figures = replace(figures, grad_norm=norm)
+            figures = one.made(step + 1, batch, snapshot)
             show(figures)
             if metrics and (step + 1) % (log_every or 1) == 0:
                 log(readings.completed(figures, optimizer))
@@ -159,13 +141,62 @@ def train(
                 break
     keeper.close()
     if talks and keeper.stopped is None:
-        feed.dry(steps)
+        feed.report_end(steps)
     if talks and snapshot is not None:
         say(snapshot.announcement(range(first + 1, first + 1 + len(readings.losses))))
     bubbles: tuple[float, ...] = ()
     if recorder is not None and trace is not None:
         bubbles = write(trace, recorder, plan, trace.stem, pipe.place.rank, readings.world)
     return replace(readings.measured(bubbles), stopped=keeper.stopped is not None)
+
+
+@dataclass
+class _OneStep:
+    """Makes steps of a training: gradients, their norm's limit, the optimizer's update.
+
+    Attributes:
+        keep_going: whether to go on if the loss is no finite number.
+    """
+
+    pipe: Pipe
+    file: ModelFile
+    optimizer: torch.optim.Optimizer
+    keeper: Keeper
+    readings: _Readings
+    say: Callable[[str], None]
+    keep_going: bool
+
+    def __post_init__(self) -> None:
+        self._clock = clock_of(self.pipe.device)
+
+    def made(self, number: int, batch: Any, snapshot: MemorySnapshot | None) -> Metrics:
+        """Make step `number`, counted from 1; returns what this rank knows of it."""
+        pipe, sharded, clock = self.pipe, self.file.sharded, self._clock
+        limit = self.file.max_grad_norm
+        pipe.meter = Meter() if self.readings.warming else None
+        began, around = perf_counter(), [clock.mark()]
+        with recorded(snapshot, number, pipe.place):
+            loss = pipe.step(batch, sharded=sharded)
+            around.append(clock.mark())  # what a plan predicts ends with the gradients
+            self._note(float(loss))
+            norm = None if limit is None else float(pipe.clip_grad_norm_(limit))
+            self.keeper.before_update()
+            update(self.optimizer, seeding.seed(pipe.seed, "optimizer", pipe.steps))
+        self.readings.add(clock.seconds(around), self.optimizer)
+        elapsed = perf_counter() - began
+        rows = rows_of(batch, pipe.plan, sharded=sharded)
+        length = length_share(pipe.row_length, pipe.plan)
+        figures = of_step(pipe.plan, number, self.readings.losses[-1], elapsed, rows, length)
+        return replace(figures, grad_norm=norm)
+
+    def _note(self, loss: float) -> None:
+        """Take down a loss; refuse the first one that is no finite number, or say so."""
+        self.readings.losses.append(loss)
+        error = _not_finite(self.readings.losses)
+        if error is not None and not self.keep_going:
+            raise error
+        if error is not None and self.pipe.place.rank == 0:
+            self.say(error.message)
 
 
 @dataclass

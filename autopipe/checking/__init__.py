@@ -18,6 +18,7 @@ Other rooms use: `check.check_model`, `check.check_plan`, `comparison`,
     random_ops   plain PyTorch draws the random numbers that the plan's nodes draw
     unsplit      the user's module, loss and optimizer in one process: the same two steps
     compare      both, tensor by tensor                                      -> rows
+    two_sides    ranks and the unsplit model run; rows of both
     first_node   rows -> the node of the graph where the difference begins
     comparison   rows, reductions, the first node: as a value, and as data
     second_look  another comparison in a wider dtype, if rounding may decide, or hide, something

@@ -98,7 +98,7 @@ class Drawing(TorchDispatchMode):
         return found
 
     def called(self, call: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Make a call that runs as it is, with all its draws from the seed of its node."""
+        """Run a call that is one opaque node of the graph; its draws come from that node's seed."""
         assert self._nodes is not None, "the calls are among what is known of the nodes"
         name = self._nodes.calls.get((call.site, call.number))
         if name is not None:

@@ -51,8 +51,9 @@ def may_be_rounding(found: Comparison) -> bool:
 
 
 def second_look(found: Comparison, wider: Callable[[], Comparison]) -> Comparison:
-    """The comparison in a wider dtype, if it shows that rounding alone made `found` differ; else
-    `found`.
+    """Compare once more in a wider dtype: was it rounding alone that made `found` differ?
+
+    Returns the wider comparison if it shows that, else `found`.
 
     Args:
         wider: compares in fp64 what was in fp32, and in fp32 what was in 16 bits; a model with
@@ -84,8 +85,10 @@ def may_be_hidden(found: Comparison) -> bool:
 
 
 def closer_look(found: Comparison, in_fp32: Callable[[], Comparison]) -> Comparison:
-    """The comparison in fp32, if it shows a difference; else `found`, with what it has shown. Of
-    one that differs in 16 bits, a second look.
+    """Compare a 16-bit run once more in fp32, where rounding hides less.
+
+    Returns the fp32 comparison if it shows a difference, else `found` with a note of what it has
+    shown. If `found` itself differs, the question is that of `second_look`.
 
     Args:
         in_fp32: makes that comparison; a model with 16-bit dtypes in its code may refuse.

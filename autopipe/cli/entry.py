@@ -132,7 +132,7 @@ def _mistake(
 
 
 def _end(error: Exception) -> None:
-    """Tell an error and end: with code 2 if the user can mend it, 1 otherwise."""
+    """Print an error and exit: with code 2 if the user can mend it, else with 1."""
     from autopipe.runtime.launch import voice, watchdog  # it knows which rank speaks, and of whom
     from autopipe.runtime.launch.words import sentence
 

@@ -100,7 +100,7 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a GPU: everything is but what was measured as a CPU."""
+        """Whether the device is a GPU: each is, except one that was measured as a CPU."""
         return self.kind != "cpu"
 
     def __str__(self) -> str:

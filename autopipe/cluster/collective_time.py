@@ -43,7 +43,7 @@ class Level(NamedTuple):
 
 
 def slowest(pairs: Iterable[Level]) -> Level:
-    """Of the levels of pairs of ranks, the one over which a message takes longest."""
+    """The level where a message takes longest: a shared wire, and then the least bandwidth."""
     return max(pairs, key=lambda level: (level.shared, -level.link.bandwidth))
 
 

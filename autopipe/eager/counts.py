@@ -56,9 +56,11 @@ SMALL = 500
 
 @dataclass(frozen=True)
 class Asked:
-    """What code has compared a count with: count + shift, or its rest by a period (0: none).
+    """A comparison of a count in the user's code.
 
-    `other` is the number; None: it was looked up in a set or a dict.
+    self.step + 1 > 800             shift 1, period 0, other 800
+    self.step % 64 == 0             shift 0, period 64, other 0
+    self.step in {100, 200}         other None: it was looked up in a set or a dict
     """
 
     shift: int
@@ -66,8 +68,14 @@ class Asked:
     other: int | None
 
     def calls(self, count: int, rise: int) -> Iterator[int]:
-        """After how many calls, of which each raises the count, the comparison may turn out
-        otherwise: where it reaches the other number, and one before and behind it."""
+        """The numbers of calls after which the comparison may have another result than now.
+
+        After them the count is at the other number, one before it, or one behind it.
+
+        Args:
+            count: the count now.
+            rise: what each call adds to it.
+        """
         if self.other is None:
             return
         for target in (self.other - 1, self.other, self.other + 1):
@@ -152,7 +160,7 @@ class Watched(int):
         return super().__ge__(other)
 
     def __hash__(self) -> int:
-        """Looked up in a set or a dict: one that is written in the code is a constant of it."""
+        """Note a lookup in a set or a dict, and the numbers of sets that the code spells out."""
         frame = sys._getframe(1)
         if not is_torchs(frame) and not frame.f_globals.get("__name__", "").startswith("autopipe."):
             self.asked.add(Asked(self.shift, self.period, None))
@@ -199,7 +207,7 @@ class Counts:
         return any(self._before.get(key, value) != value for key, value in self._now().items())
 
     def ahead(self, calls: int) -> None:
-        """Set each value that has changed to what `calls` calls would have made of it.
+        """Set each value that one call changed to what `calls` calls would have made of it.
 
         The change up to the first call of this method is taken for the change of one call.
         """

@@ -213,7 +213,7 @@ def _line_of_python(run: Callable[[], object]) -> str:
 
 
 def _generator(value: Any) -> Any:
-    """The generator that a method is of; anything else is itself."""
+    """The generator whose method `value` is, or `value` itself if it is no method."""
     method = isinstance(value, BuiltinFunctionType | MethodType)
     return getattr(value, "__self__", value) if method else value
 

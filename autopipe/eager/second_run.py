@@ -233,16 +233,17 @@ MOST_ALIKE = 300
 
 
 class Share:
-    """Where draws lie between the least (0) and the most (near 1) that may be drawn.
+    """The draws of a run: each lies at this share of the way from the least to the most.
 
-    After `MOST_ALIKE` draws they lie anywhere.
+    The first `MOST_ALIKE` draws lie at the share given (0: the least, near 1: the most), later ones
+    are spread over all of the way.
     """
 
     def __init__(self, share: float) -> None:
         self._share, self._drawn = share, 0
 
     def next(self) -> float:
-        """That of one more draw."""
+        """The share of the next draw."""
         self._drawn += 1
         return self._share if self._drawn <= MOST_ALIKE else self._drawn * 0.618 % 1
 

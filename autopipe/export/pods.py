@@ -59,7 +59,7 @@ def environment(job: Launch) -> list[Manifest]:
 
 
 def resources(job: Launch) -> Manifest:
-    """What a node's container asks for; empty where nothing was said."""
+    """The CPUs, memory and GPUs that a container requests; empty if the user named none."""
     words = job.words
     asked = {"cpu": str(words.cpus) if words.cpus else None, "memory": words.memory}
     limits: Manifest = {name: value for name, value in asked.items() if value is not None}
@@ -69,7 +69,7 @@ def resources(job: Launch) -> Manifest:
 
 
 def volumes(job: Launch) -> list[Manifest]:
-    """Of a pod: shared memory, of which a container has 64 MiB by itself, and the claim."""
+    """A pod's volumes: shared memory (a container's own is 64 MiB), and the claim if given."""
     found: list[Manifest] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     if job.words.claim is not None:
         claim = {"claimName": job.words.claim}
@@ -103,7 +103,7 @@ def mounts(job: Launch) -> list[Manifest]:
 
 
 def _folder(job: Launch) -> PurePosixPath:
-    """Where a container has the plan.
+    """The folder in which a container finds the plan.
 
     Raises:
         AutopipeError: it is no path at which Kubernetes mounts what a command finds there.

@@ -102,7 +102,7 @@ def _command(job: Launch) -> tuple[str, ...]:
 
 
 def _each(job: Launch) -> str:
-    """What differs from task to task of an array, in the shell's own words."""
+    """The options that differ between the tasks of an array, with the shell's variables."""
     if job.words.array is None:
         return ""
     number = '"$SLURM_ARRAY_TASK_ID"'

@@ -181,7 +181,7 @@ def measured_on(parameters: Iterable[Named]) -> dict[str, Tensor]:
 
 
 def _small(shape: Sequence[int]) -> list[int]:
-    """A shape of as many dims, whose largest are halved until it has no more than SIZE x SIZE."""
+    """The shape with its largest dims halved until it has at most SIZE x SIZE elements."""
     found = list(shape)
     while math.prod(found) > SIZE * SIZE:
         found[found.index(max(found))] //= 2
@@ -243,7 +243,7 @@ def _drawn(value: Tensor, scales: tuple[float, float, float], draw: torch.Genera
 
 
 def _half(tensors: Like, dim: int, half: int) -> dict[str, Tensor]:
-    """One of two halves of each tensor; one with few rows stays whole, for halves have two."""
+    """Half of each tensor along `dim`; with three rows or fewer, all of it: a half has two."""
     return {
         name: tensor.chunk(2, dim)[half] if tensor.ndim > dim and tensor.shape[dim] > 3 else tensor
         for name, tensor in tensors.items()

@@ -219,22 +219,22 @@ def load(source: str) -> ModelFile:
     optimizer = function("optimizer", "torch.optim.Optimizer")
     named = takes_names(getattr(module, "optimizer", None))
     return ModelFile(
-        source,
-        seeding.alike(function(factory, "nn.Module"), drawn),
-        function("inputs"),
-        getattr(module, "loss", None),
-        batches,
-        without_names(optimizer) if named else optimizer,
-        function("scheduler", "torch.optim.lr_scheduler.LRScheduler"),
-        size,
-        over,
-        called,
-        length,
-        optimizer if named else None,
-        getattr(module, "weights", None) if source.startswith(hf_folder.SCHEME) else None,
-        max_grad_norm(module, source),
-        tuple(lengths),
-        getattr(module, "loaded", None) if source.startswith(hf_folder.SCHEME) else None,
+        source=source,
+        model=seeding.alike(function(factory, "nn.Module"), drawn),
+        inputs=function("inputs"),
+        loss=getattr(module, "loss", None),
+        batches=batches,
+        optimizer=without_names(optimizer) if named else optimizer,
+        scheduler=function("scheduler", "torch.optim.lr_scheduler.LRScheduler"),
+        batch_size=size,
+        loss_over=over,
+        called=called,
+        length=length,
+        by_name=optimizer if named else None,
+        weights=getattr(module, "weights", None) if source.startswith(hf_folder.SCHEME) else None,
+        max_grad_norm=max_grad_norm(module, source),
+        lengths=tuple(lengths),
+        loaded=getattr(module, "loaded", None) if source.startswith(hf_folder.SCHEME) else None,
     )
 
 

@@ -185,25 +185,30 @@ def refuse_other_schedules(
         return
     places = {(in_whole[n], in_own[n]): n for n in reversed(in_own) if n in in_whole}
     for step in range(SCHEDULED):
-        for (there, here), name in places.items():
-            expected, found = (
-                _of_group(one.param_groups[n])
-                for one, n in zip(optimizers, (there, here), strict=True)
-            )
+        for group_places, name in places.items():
+            pairs = zip(optimizers, group_places, strict=True)
+            expected, found = (_of_group(one.param_groups[place]) for one, place in pairs)
             if found != expected:
-                raise ModelError(
-                    f"scheduler(optimizer) gives {name!r} {_unlike(expected, found)} after {step} "
-                    f"steps among all of the model's groups, and {_unlike(found, expected)} among "
-                    "those of this rank, where its group has another place",
-                    hint="make the same groups on each rank, empty ones too, {'params': []}; or "
-                    "schedule a group by a key of its own, not by its place",
-                )
+                raise _scheduled_otherwise(name, step, expected, found)
         try:
             with warnings.catch_warnings(action="ignore"):  # no step of these optimizers is made
                 for one in schedulers:
                     one.step(*(0.0,) * isinstance(one, ReduceLROnPlateau))
         except Exception:  # OneCycleLR's after its last step
             return
+
+
+def _scheduled_otherwise(
+    name: str, step: int, expected: dict[str, str], found: dict[str, str]
+) -> ModelError:
+    """The error for a parameter whose settings after a step depend on its group's place."""
+    return ModelError(
+        f"scheduler(optimizer) gives {name!r} {_unlike(expected, found)} after {step} "
+        f"steps among all of the model's groups, and {_unlike(found, expected)} among "
+        "those of this rank, where its group has another place",
+        hint="make the same groups on each rank, empty ones too, {'params': []}; or "
+        "schedule a group by a key of its own, not by its place",
+    )
 
 
 def _groups(optimizer: torch.optim.Optimizer, named: Iterable[Named]) -> dict[str, int]:

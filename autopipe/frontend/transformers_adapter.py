@@ -5,7 +5,6 @@ eager_branches    a block in which models take under a trace the branches of eag
 narrowed          a model with smaller widths
 initialiser       how one module of a model is initialised alone
 LOGGER, SETTINGS  what makes the library quiet
-CHECKPOINT_HINT   how its models turn on checkpoints that can be traced
 EXPANDS           where it asks how many rows there are, to expand a tensor to them
 """
 
@@ -30,9 +29,6 @@ LOGGER = "transformers"
 
 SETTINGS = {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 """Environment variables that it reads when it is imported."""
-
-CHECKPOINT_HINT = 'gradient_checkpointing_enable({"use_reentrant": False})'
-"""The call by which its models checkpoint in the mode that can be traced."""
 
 EXPANDS = ("transformers.masking_utils", "_preprocess_mask_arguments")
 """The function that expands position ids where there are several rows: for one it does nothing.

@@ -184,7 +184,7 @@ def _between(found: tuple[str, ...]) -> str:
 
 
 def _folded_places(plan: Plan) -> str:
-    """Of each node its devices in the order of ranks, equal neighbours folded: `nodes 0-1: 0-7`."""
+    """The devices of each node in the order of ranks; equal nodes together: `nodes 0-1: 0-7`."""
     on: dict[int, list[int]] = {}
     for place in plan.mesh.places:
         on.setdefault(place.node, []).append(place.local)

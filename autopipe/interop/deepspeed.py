@@ -64,9 +64,10 @@ def _gradients(plan: Plan) -> frozenset[str]:
 
 
 def _precision(plan: Plan) -> dict[str, Any]:
-    """Its words for what is computed in 16 bits, and for sums of gradients: by itself 16 bits too.
+    """DeepSpeed's settings for computing in 16 bits, and for the dtype of sums of gradients.
 
-    No module is safe in low precision: those that are have gradients summed in 16 bits.
+    DeepSpeed sums gradients in 16 bits unless told otherwise, and under autocast those of modules
+    listed as safe in low precision: the list stays empty.
     """
     if plan.precision in AUTOCAST:
         kind = AUTOCAST[plan.precision]

@@ -32,5 +32,5 @@ def head(target: str, unsupported: tuple[str, ...], *use: str) -> str:
 
 
 def printable(text: str) -> str:
-    """On one line, whatever a plan's names hold: a comment ends where a line does."""
+    """The text for a comment of one line: "?" for each letter that cannot be printed."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -28,7 +28,7 @@ def bits(precision: str) -> str:
 
 
 def nearest(precision: str, said: frozenset[str]) -> str:
-    """What a runtime that has `said` runs in: the same, the other kind of 16 bits, or fp32."""
+    """The precision of `said` that comes nearest: the same, the other kind of 16 bits, or fp32."""
     low = bits(precision)
     other = low if precision.endswith(_SUFFIX) else f"{low}{_SUFFIX}"
     return next((each for each in (precision, other) if each in said), "fp32")

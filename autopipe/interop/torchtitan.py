@@ -83,9 +83,10 @@ _NAMES = {"bf16": "bfloat16", "bf16-autocast": "bfloat16"}
 
 
 def _words(plan: Plan) -> Vocabulary:
-    """What it can say on the plan's mesh: its mixed precision is FSDP's, or autocast, or nothing.
+    """What torchtitan can express on the plan's mesh.
 
-    Its `dtype` is of parameters, gradients and optimizer state alike, on any mesh.
+    Its mixed precision is FSDP's where parameters are sharded, autocast on one pipeline and tensor
+    rank, and absent elsewhere. Its `dtype` sets parameters, gradients and optimizer state alike.
     """
     if plan.optimizer_dtype == "bf16":
         low = frozenset({"bf16"})

@@ -243,8 +243,10 @@ def gradient_values(graph: Graph) -> frozenset[Ref | State]:
 
 
 def written_parameters(graph: Graph) -> Mapping[str, Node]:
-    """The parameters that forward writes, as a teacher's that follow a student's: each with the
-    first node that does. They are frozen: of trained ones a trace refuses it."""
+    """The frozen parameters that forward writes, each with the first node that writes it.
+
+    A teacher's parameters that follow a student's are such. A trace refuses to write trained ones.
+    """
     return {
         name: node
         for name, node in written_states(graph).items()
@@ -264,7 +266,7 @@ def written_states(graph: Graph) -> Mapping[str, Node]:
 
 @once
 def rewritten_reads(graph: Graph) -> Mapping[str, frozenset[Value]]:
-    """For nodes that carry a gradient, by name, what they read of states that forward has written.
+    """The values of written states that each node with a gradient reads, by the node's name.
 
         tau.copy_(...)          a buffer; or a frozen parameter that follows another
         y = x / tau             backward reads tau, when a later micro-batch may have written it

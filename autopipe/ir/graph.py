@@ -98,13 +98,21 @@ class Autocast:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One op. `packed` is True if the op returns a tuple; `outputs` are then its parts.
+    """One op.
 
-    `scopes` are the module calls it ran in, outermost first (`transformer.h.3`,
-    `transformer.h.3.mlp`; `shared@1` is the second call of one module), without the model itself.
-    `place` is the user's line, `grad` is False inside `torch.no_grad()`. A random op draws from the
-    random stream `stream`, or from the one of its name: on shards each rank has its own numbers.
-    `again` is the line of the user's `torch.utils.checkpoint` that asks to recompute the node.
+    Attributes:
+        name: module path / op / ordinal: `transformer.h.3.mlp/linear/0`.
+        op: torch's own name of the op: `aten.linear.default`.
+        outputs: the tensors it returns; None in the place of anything else.
+        packed: whether it returns a tuple, of which `outputs` are the parts.
+        scopes: the module calls it ran in, outermost first (`transformer.h.3`,
+            `transformer.h.3.mlp`; `shared@1` is the second call of one module), without the model.
+        place: the user's line that called it.
+        grad: whether gradients are recorded; not inside `torch.no_grad()`.
+        autocast: the autocast region around it; None: there is none.
+        stream: the random stream that a random op draws from; "": that of its name. On shards each
+            rank has a stream of its own.
+        again: the user's `torch.utils.checkpoint` that asks to recompute it; "": none does.
     """
 
     name: str
@@ -150,11 +158,17 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """A tensor the model owns. `kind` is "parameter", "buffer" or "constant".
+    """A tensor that the model owns.
 
-    `aliases` are other names of a tied parameter; `persistent` is False for buffers that are in no
-    state dict; `projection` is an op in place with its arguments after the tensor. `spec` is what
-    nodes read: where `master` is a dtype, a copy of the parameter itself, which is of that dtype.
+    Attributes:
+        spec: shape and dtype of what nodes read.
+        kind: "parameter", "buffer" or "constant".
+        aliases: the other names of a tied parameter.
+        persistent: whether it is in the model's state dict; some buffers are not.
+        master: the dtype of the parameter itself, if nodes read a copy of it; None: they read it.
+        gradient: the dtype in which its gradients are summed; None: that of the parameter.
+        projection: what forward does to the parameter in place before it is read: an op, and its
+            arguments after the tensor (`rewriting.projections`).
     """
 
     spec: TensorSpec
@@ -173,7 +187,7 @@ class StateSpec:
 
     @property
     def summed(self) -> TensorSpec:
-        """Shape and dtype of the sum of its gradients: that of `gradient`, else as it is held."""
+        """Shape and dtype of the sum of its gradients; `gradient` is its dtype, else that held."""
         return TensorSpec(self.spec.shape, self.gradient or self.held.dtype)
 
     def __str__(self) -> str:
@@ -215,31 +229,6 @@ class Graph:
     def _found(self) -> dict[str, Any]:
         """Cached results of the functions decorated with `once`, by function name."""
         return {}
-
-    def at_sequence(self, length: int) -> Graph:
-        """The graph with s = `length` tokens, so that the rows are its only symbol."""
-
-        def inside(arg: Arg) -> Any:
-            if isinstance(arg, tuple) and not hasattr(arg, "_fields"):
-                return tuple(inside(item) for item in arg)
-            return at_sequence(arg, length) if isinstance(arg, sympy.Basic) else arg
-
-        def spec(known: TensorSpec) -> TensorSpec:
-            return TensorSpec(tuple(at_sequence(d, length) for d in known.shape), known.dtype)
-
-        return replace(
-            self,
-            inputs={path: spec(known) for path, known in self.inputs.items()},
-            nodes=tuple(
-                replace(
-                    node,
-                    args=inside(node.args),
-                    kwargs={key: inside(arg) for key, arg in node.kwargs.items()},
-                    outputs=tuple(known and spec(known) for known in node.outputs),
-                )
-                for node in self.nodes
-            ),
-        )
 
     def __str__(self) -> str:
         lines = [f"<{path}>: {spec}" for path, spec in self.inputs.items()]

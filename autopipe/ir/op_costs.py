@@ -84,7 +84,7 @@ rule = entering(RULES)
 
 
 def _elements(spec: TensorSpec) -> sympy.Expr:
-    """An expression also where it is a number: a share of it is then exact."""
+    """The number of elements, always as an expression: fractions of it are exact."""
     return sympy.sympify(sympy.prod(spec.shape))
 
 
@@ -99,7 +99,7 @@ def _linear(node: Node, operands: Specs, made: TensorSpec) -> Dim:
 
 @rule("columns")
 def _columns(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """Linear layers of one input beside each other."""
+    """Several linear layers of one input, in one product: [..., k] x [n, k] for each result."""
     results = sum((_elements(spec) for spec in node.outputs if spec), sympy.Integer(0))
     return 2 * results * operands[0].shape[-1]
 
@@ -166,7 +166,7 @@ def _einsum(node: Node, operands: Specs, made: TensorSpec) -> Dim:
 
 @rule("region")
 def _region(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """What was counted when it ran."""
+    """The operations that were counted when the region was measured."""
     found: Dim = arguments(node)["flops"]
     return found
 
@@ -226,7 +226,7 @@ LIKE = {
 """Ops whose pace is taken from a relative's, one of `measured.KERNELS`."""
 
 
-def _kernel(node: Node, operands: Specs) -> str:
+def _kernel(node: Node) -> str:
     """The key of a node's measured rate; attention has three, by how it can be fused."""
     op = node.short
     if op != "scaled_dot_product_attention":
@@ -269,7 +269,7 @@ def _cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> NodeCos
 
 
 def _in_parts(cost: NodeCost, graph: Graph, node: Node) -> NodeCost:
-    """The cost of a loss whose logits are made in parts, and in backward once more."""
+    """The cost of a loss that makes its logits part by part, and makes them again in backward."""
     given, (rows, inner, columns) = arguments(node), cost.dims
     width = min(int(columns), given["width"])
     parts, again = -(-int(columns) // width), min(cost.launches[1], 1)
@@ -295,7 +295,7 @@ def _whole_cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> N
     operands = [graph.spec(value) for value in values]
     formula = RULES.get(node.short)
     flops = formula(node, operands, results[0]) if formula else _touched(node, operands, results[0])
-    dims, kernel = _dims(node.short, operands, results[0]), _kernel(node, operands)
+    dims, kernel = _dims(node.short, operands, results[0]), _kernel(node)
     written = sum((spec.bytes for spec in results), nothing)
     read = sum((spec.bytes for spec in operands), nothing)
     if node.op == "aten.embedding.default":
@@ -318,14 +318,14 @@ def _whole_cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> N
     cast = [state for state in trained if state.summed != state.spec]
     launches = arguments(node)["launches"] if node.op == REGION_OP else None
     return NodeCost(
-        flops,
-        read + written,
-        back_flops,
-        written + read + gradients,
-        (1, len(carried)) if launches is None else (launches, launches),
-        dtype,
-        dims,
-        kernel,
+        forward_flops=flops,
+        forward_bytes=read + written,
+        backward_flops=back_flops,
+        backward_bytes=written + read + gradients,
+        launches=(1, len(carried)) if launches is None else (launches, launches),
+        dtype=dtype,
+        dims=dims,
+        kernel=kernel,
         gradients=sum((state.summed.bytes for state in trained), nothing),
         casts=(len(cast), sum((s.spec.bytes + s.summed.bytes for s in cast), nothing)),
         model_flops=ahead * (1 + matrices),

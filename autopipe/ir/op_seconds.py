@@ -179,7 +179,7 @@ def _timed(
     device: Device,
     dtypes: Sequence[torch.dtype] | None,
 ) -> _Timed:
-    """As `seconds`, in parts."""
+    """The seconds of `seconds`, before its parts are added."""
     _check_kernels(device.kind, tuple(device.kernels))
     forward_flops, forward_bytes, backward_flops, backward_bytes = (
         _evaluate([getattr(cost, name) for cost in formulas], rows)

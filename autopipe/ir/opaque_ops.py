@@ -105,7 +105,7 @@ class _Real(NamedTuple):
 
 
 class _Answering(TorchDispatchMode):
-    """Answers what a kernel asks of tensors without values as in a run that has some."""
+    """Answers `torch.equal` of tensors without values as a run with values has answered it."""
 
     def __init__(self, equal: Iterable[bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,7 +117,7 @@ class _Answering(TorchDispatchMode):
 
 
 class _Asked(TorchDispatchMode):
-    """Notes whether tensors were equal, each time that a kernel asks."""
+    """Notes the answer of each `torch.equal` that a kernel calls."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -146,7 +146,8 @@ def keep(tensors: Sequence[Tensor], size: int, outputs: Iterable[Tensor]) -> Non
 
 @lru_cache(maxsize=256)
 def _on_ones(op: Callable[..., Any], low: torch.dtype | None, described: tuple[Any, ...]) -> _Real:
-    """What the real kernel shows on ones: windows of zeros are none."""
+    """What the real kernel does to ones (istft refuses a window of zeros). `low`, the dtype of
+    autocast around the call, is there for the cache's key."""
     with outside_fake_mode(), torch.enable_grad():
         args = _ones(described)
         kept: dict[int, int] = {}

@@ -165,15 +165,15 @@ def partition(flow: Dataflow, cuts: Sequence[int]) -> tuple[Stage, ...]:
         )
         stages.append(
             Stage(
-                index,
-                bounds[index],
-                bounds[index + 1],
-                nodes,
-                tuple(dict.fromkeys(v.path for v in reads if isinstance(v, Input))),
-                tuple(dict.fromkeys(v.name for v in reads if isinstance(v, State))),
-                tuple(arrivals),
-                tuple(sends),
-                copied,
+                index=index,
+                first=bounds[index],
+                stop=bounds[index + 1],
+                nodes=nodes,
+                inputs=tuple(dict.fromkeys(v.path for v in reads if isinstance(v, Input))),
+                states=tuple(dict.fromkeys(v.name for v in reads if isinstance(v, State))),
+                receives=tuple(arrivals),
+                sends=tuple(sends),
+                copied=copied,
             )
         )
     check.refuse("partition", broken(graph, stages))

@@ -101,7 +101,7 @@ class Forms:
         return self._number(None, block)
 
     def repeated(self, block: Block, again: Collection[str]) -> Hashable:
-        """What of a block runs again: all of it, or its nodes of these offsets."""
+        """A key for what runs again of a block: whether all of it, and the offsets of its nodes."""
         if not again:
             return ()
         nodes = self._flow.graph.nodes[block.first : block.stop]

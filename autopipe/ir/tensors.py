@@ -45,7 +45,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """What an op of fake tensors on a CPU computes in by autocast; None: there is none."""
+    """The dtype of autocast for ops of fake tensors on a CPU; None where autocast is off."""
     on_cpu = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return EMULATED.get() or on_cpu
 
@@ -115,9 +115,12 @@ _AS_IT_IS = frozenset({"to", "type", "float", "cpu", "detach", "contiguous"})
 
 
 class OwnData:
-    """Knows `weight.data = weight.data.to(x.device)`, which changes nothing where nothing moves.
+    """Recognises an assignment of a tensor's own `.data`, which changes nothing.
 
-    A trace has another tensor for each `.data`, and for what `to` gives as it is.
+        weight.data = weight.data.to(x.device)      nothing moves where all is on one device
+
+    A trace has a new tensor for each `.data`, and for a result of `to` that eager returns as it is.
+    This notes whose data each of them is.
     """
 
     def __init__(self) -> None:
@@ -130,7 +133,7 @@ class OwnData:
         return data
 
     def noted(self, func: Any, args: Sequence[Any], result: Any) -> Any:
-        """What a call of torch gave."""
+        """The result of a call of torch; notes whose `.data` it is, if it may be what was given."""
         given = args[0] if args and getattr(func, "__name__", "") in _AS_IT_IS else None
         known = isinstance(given, torch.Tensor) and given in self._whose
         whose = self._whose[given] if known else None
@@ -141,25 +144,25 @@ class OwnData:
         return result
 
     def is_of(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether a value is the `.data` that a tensor has anyway."""
+        """Whether a value that is assigned to `tensor.data` is that data already."""
         return value is tensor or (value in self._whose and self._whose[value] is tensor)
 
 
 def is_another_value(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether it is `weight.data = value`: a parameter, which is written then."""
+    """Whether `tensor.data = value` writes a parameter: shape and dtype stay, values change."""
     parameter = isinstance(tensor, torch.nn.Parameter)
     return parameter and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
 
 
 def is_one_for_all(tensor: torch.Tensor, index: Any, value: Any) -> bool:
-    """Whether it is `x[mask] = w`, with x [b, s, h], a mask [b, s] and one trained w [h]."""
+    """Whether `tensor[index] = value` is `x[mask] = w`: x [b, s, h], mask [b, s], trained w [h]."""
     masks = isinstance(index, torch.Tensor) and index.dtype == torch.bool
     trained = isinstance(value, torch.Tensor) and value.requires_grad
     return masks and trained and value.dim() <= tensor.dim() - index.dim()
 
 
 def write_one(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> None:
-    """Write the same, bit by bit; no size in its backward depends on the mask."""
+    """Do `tensor[mask] = value`, bit by bit, so that no size in backward depends on the mask."""
     wide = mask.reshape(*mask.shape, *[1] * (tensor.dim() - mask.dim()))
     tensor.copy_(torch.where(wide, value, tensor))
 
@@ -167,9 +170,10 @@ def write_one(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> 
 def counted(
     x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
 ) -> torch.Tensor | None:
-    """What `torch.bincount` gives where all of x is below `minlength`, by ops of fixed sizes.
+    """`torch.bincount` by ops whose result has a fixed size: `minlength`.
 
-    None: it is not, or no length is said. Where that is not known, a larger entry ends the run.
+    Returns None if no length is given, or an entry of x is known to be `minlength` or more. The
+    entries of a fake x are not known: there, a larger one is an error of `index_add` in the run.
     """
     if isinstance(minlength, int) and not minlength:
         return None
@@ -187,9 +191,10 @@ def counted(
 def for_any_rows(
     func: object, args: Sequence[Any], named: Mapping[str, Any]
 ) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
-    """What a call gives that torch's own code makes for one number of rows alone, made for any.
+    """The result of a call that torch itself would trace for a single number of rows only.
 
-    None: it is another call, or its sizes are numbers.
+    It is made here of ops that hold for any number. None if it is no such call, or if all its sizes
+    are plain numbers.
     """
     if (parts := _in_even_parts(func, args, named)) is not None:
         return parts

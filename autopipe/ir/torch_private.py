@@ -210,15 +210,18 @@ def scripted_from(function: torch.jit.ScriptFunction[Any, Any]) -> Callable[...,
 
 
 def second_run_of(pack: Callable[[torch.Tensor], object]) -> tuple[bool, bool]:
-    """Of a call of a checkpoint without reentrance, by its hook that packs tensors: whether its
-    second run stops early, and whether that has a context of its own (`context_fn`)."""
+    """How a call of a non-reentrant checkpoint runs again: (stops early, has a `context_fn`).
+
+    Args:
+        pack: the hook by which this call packs saved tensors; the call is read from its closure.
+    """
     call = _read_by(pack, "frame")
     context = _read_by(call.recompute_fn, "recompute_context")
     return call.early_stop, not isinstance(context, nullcontext)
 
 
 def _read_by(function: Any, name: str) -> Any:
-    """What a name of the code around a function, which reads it, stands for."""
+    """The value of a variable of the enclosing code that a function closes over."""
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 

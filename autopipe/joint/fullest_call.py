@@ -32,7 +32,7 @@ from autopipe.stages.op_tape import AGAIN, MADE
 
 @dataclass(frozen=True)
 class Half:
-    """A half of a backward, or all of it.
+    """The calls of a backward, or of one half of it, with the bytes around them.
 
     Attributes:
         calls: its calls, in order.

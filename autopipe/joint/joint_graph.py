@@ -277,16 +277,18 @@ class _Step(nn.Module):
         gradients = outputs[self.results :]
         copies = {node: node.args[0] for node in calls if node in self.copied}
         return JointGraph(
-            states,
-            {copy: (states[of], copy.meta[MADE].dtype) for copy, of in copies.items()},
-            given[len(names) : first],
-            {n: starts[n] for n in self.roots},
-            self.unseeded,
-            _drawing([n for n in calls if n in self.ran and n not in copies]),
-            _drawing([n for n in calls if n not in self.ran]),
-            outputs[: self.results],
-            gradients[len(names) :],
-            {n: uncast(g) for n, g in zip(names, gradients, strict=False) if g is not None},
+            states=states,
+            copies={copy: (states[of], copy.meta[MADE].dtype) for copy, of in copies.items()},
+            arguments=given[len(names) : first],
+            seeds={n: starts[n] for n in self.roots},
+            unseeded=self.unseeded,
+            forward=_drawing([n for n in calls if n in self.ran and n not in copies]),
+            backward=_drawing([n for n in calls if n not in self.ran]),
+            results=outputs[: self.results],
+            of_arguments=gradients[len(names) :],
+            of_parameters={
+                n: uncast(g) for n, g in zip(names, gradients, strict=False) if g is not None
+            },
         )
 
 

@@ -45,7 +45,7 @@ Chains = Mapping[fx.Node, tuple[fx.Node, ...]]
 
 @dataclass(frozen=True)
 class Cut:
-    """What a block keeps.
+    """A choice of what a block keeps for backward.
 
     Attributes:
         keeps: the values to keep, including values from outside of the block.
@@ -61,7 +61,7 @@ class Cut:
 
     @property
     def bytes(self) -> int:
-        """All of `sizes`."""
+        """Bytes of all values to keep, except those that are kept in any case."""
         return sum(self.sizes.values())
 
 
@@ -115,7 +115,7 @@ class Network:
         return frozenset(key for key in self._numbers if isinstance(key, int))
 
     def least(self, prices: Mapping[int, float]) -> Cut:
-        """The least cut.
+        """The cut that keeps the fewest bytes, calls that run again at a price counted as bytes.
 
         Args:
             prices: of each group the bytes that running it again counts for; one that is not among
@@ -194,7 +194,7 @@ class Network:
         return sum(sizes[storage] for storage in counted if storage not in self._kept)
 
     def _price_of(self, node: fx.Node) -> Price:
-        """At which price a value of the block is made again; None: it is not."""
+        """The price of running a value's call again; None: it does not run again."""
         call = maker(node)
         op: Any = call.target
         if node not in self._calls:
@@ -251,7 +251,7 @@ def _draws(call: fx.Node) -> bool:
 
 
 def _filled(call: fx.Node) -> fx.Node | None:
-    """The value that a call writes in place and returns; None: it does something else."""
+    """The argument that a call writes in place and returns; None if it does anything else."""
     op, args = called(call)
     read: Any = args[0] if args else None
     if writes(op) != (0,) or not isinstance(read, fx.Node):

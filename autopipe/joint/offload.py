@@ -175,7 +175,7 @@ def with_fetches(module: fx.GraphModule, parcels: Parcels, offloader: Offloader)
     sent: dict[int, fx.Node] = {}
 
     def popped(node: fx.Node) -> None:
-        """One thing is taken out of the list for all values of a parcel."""
+        """Copy a `pop` of the inputs' list; for all values of a parcel one, which gives `sent`."""
         unit = unit_of.get(node)
         if unit is None:
             copying.copy(node)
@@ -215,7 +215,7 @@ class _Copying:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """What the code returns, of what has been copied."""
+        """The copies of the values that the code returns, as far as they have been copied."""
         return tuple(
             self.env[value] if isinstance(value, fx.Node) else value
             for value in _outputs(self._module)
@@ -228,7 +228,7 @@ class _Copying:
         return self.env[node]
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> fx.Node:
-        """A call of the offloader."""
+        """Add a call of a function of the offloader."""
         return self.graph.call_function(function, (self._offloader, *arguments))
 
     def run(
@@ -250,7 +250,7 @@ class _Copying:
                 self.copy(node)
 
     def finish(self, outputs: Any) -> fx.GraphModule:
-        """The code that returns these."""
+        """The module whose code is what has been copied, and returns `outputs`."""
         self.graph.output(outputs)
         return fx.GraphModule(self._module, self.graph, type(self._module).__name__)
 

@@ -113,7 +113,10 @@ class Joint:
     parcels: Parcels | None = None
 
     def moved_by(self, offloader: Offloader) -> Joint:
-        """With calls that move its parcels; the graphs pass what was sent in place of values."""
+        """A copy whose graphs move its parcels to the host and back.
+
+        Its forward returns, and its backward takes, what was sent in place of the values.
+        """
         assert self.parcels is not None
         return replace(
             self,
@@ -122,7 +125,7 @@ class Joint:
         )
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> Joint:
-        """With each of the graphs changed."""
+        """A copy with `change` applied to each of its graphs."""
         weight = self.backward_weight
         return replace(
             self,
@@ -168,25 +171,27 @@ def split(
     backward = write.backward(for_input, division.first, graph.of_arguments, also_returned)
     sizes = division.held
     return Joint(
-        forward,
-        backward,
-        write.backward(for_weight, division.second, weights) if wanted.halves else None,
-        tuple(arguments),
-        len(graph.results),
-        {n: seed for n, seed in enumerate(seeds) if seed is not None and n in graph.seeds},
-        tuple(graph.unseeded),
-        division.to_input,
-        division.to_weight,
-        tuple(graph.of_parameters),
-        division.counted,
-        division.counted_weight,
-        division.counted_stash,
-        sizes.kept,
-        sizes.stash,
-        sizes.fresh,
-        sizes.made,
-        most_moving(forward, backward, parcels) if parcels is not None else 0,
-        parcels,
+        forward=forward,
+        backward_input=backward,
+        backward_weight=write.backward(for_weight, division.second, weights)
+        if wanted.halves
+        else None,
+        arguments=tuple(arguments),
+        results=len(graph.results),
+        seeds={n: seed for n, seed in enumerate(seeds) if seed is not None and n in graph.seeds},
+        unseeded=tuple(graph.unseeded),
+        to_input=division.to_input,
+        to_weight=division.to_weight,
+        parameters=tuple(graph.of_parameters),
+        counted=division.counted,
+        counted_weight=division.counted_weight,
+        counted_stash=division.counted_stash,
+        kept=sizes.kept,
+        stash=sizes.stash,
+        fresh=sizes.fresh,
+        made=sizes.made,
+        moving=most_moving(forward, backward, parcels) if parcels is not None else 0,
+        parcels=parcels,
     )
 
 
@@ -308,18 +313,18 @@ def divide(graph: JointGraph, wanted: Wanted) -> Division:
     owned = storages([*graph.states, *graph.arguments])
     others = owned | storages([*graph.seeds.values(), *saved_for_weight])
     return Division(
-        graph,
-        first,
-        second,
-        saved,
-        tuple(n for n, node in enumerate(saved) if node in for_input),
-        tuple(to_weight),
-        stash,
-        tuple(one_of_each(saved, owned)),
-        tuple(to_weight[n] for n in one_of_each(saved_for_weight, owned)),
-        tuple(one_of_each(stash, others)),
-        parcels,
-        wanted.least,
+        graph=graph,
+        first=first,
+        second=second,
+        saved=saved,
+        to_input=tuple(n for n, node in enumerate(saved) if node in for_input),
+        to_weight=tuple(to_weight),
+        stash=stash,
+        counted=tuple(one_of_each(saved, owned)),
+        counted_weight=tuple(to_weight[n] for n in one_of_each(saved_for_weight, owned)),
+        counted_stash=tuple(one_of_each(stash, others)),
+        parcels=parcels,
+        compiled=wanted.least,
     )
 
 
@@ -338,7 +343,7 @@ def needed(graph: JointGraph) -> list[fx.Node]:
 def _inputs_of(
     graph: JointGraph, calls: Sequence[fx.Node], outputs: Iterable[fx.Node | None]
 ) -> dict[fx.Node, None]:
-    """The values that a half reads but neither makes nor takes from the states, each once."""
+    """The inputs of a half: values that its calls read, without those that it makes and states."""
     inside = set(calls)
     read = [node for call in calls for node in call.all_input_nodes]
     read += [node for node in outputs if node is not None]

@@ -6,6 +6,7 @@ Out: regions (calls that run as the user wrote them), measured on a few rows and
 plan; and the ops that run the user's own code: in a trace, in a dry run, on a rank.
 Never found here: how to export a model (`tracing`), where it is cut.
 
-Other rooms use: `search.with_regions`, `measure.measured`, `regions.as_ops`, `.known`, `.named`,
-`trees.parts_of`, `custom_functions.as_ops`, `branches.as_ops`, `packed.as_ops`, `scripted.plain`.
+Other rooms use: `search.with_regions`, `measure.measured`, `regions.as_ops`, `.registered`,
+`.with_region_names`, `trees.parts_of`, `custom_functions.as_ops`, `branches.as_ops`,
+`packed.as_ops`, `scripted.plain`.
 """

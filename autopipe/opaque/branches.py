@@ -171,7 +171,7 @@ def plain(
     false_fn: Callable[..., Any],
     operands: Sequence[Any] = (),
 ) -> Any:
-    """What torch.cond gives, as Python; torch's own does not run where anybody looks."""
+    """`torch.cond` as Python's `if`: torch's own does not run where a mode observes it."""
     return true_fn(*operands) if pred else false_fn(*operands)
 
 

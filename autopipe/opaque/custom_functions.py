@@ -146,7 +146,7 @@ def _bound_before(applied: Callable[..., Any]) -> Iterator[None]:
 
 
 def _op_as_forward(kind: Any, own: Callable[..., Any], applied: Callable[..., Any]) -> Any:
-    """What torch calls for the `forward` of a Function, with gradients off."""
+    """A `forward` for a Function that makes it an op, where torch's own `apply` calls it."""
 
     @wraps(own)
     def forward(*args: Any) -> Any:
@@ -166,7 +166,7 @@ def _op_as_forward(kind: Any, own: Callable[..., Any], applied: Callable[..., An
 
 @contextmanager
 def _gradients_on() -> Iterator[None]:
-    """Within, gradients are on, as where the Function is applied; no mode sees how."""
+    """Within, gradients are on, as where the Function is applied; modes do not see the switch."""
     with no_function_modes():
         on = torch.set_grad_enabled(True)
     try:

@@ -165,21 +165,27 @@ def _region(site: Site, number: int, seen_runs: Sequence[_Seen], rows: int, why:
     results = [seen.results for seen in seen_runs]
     alike = [first, *others]
     copies = sum(size for name, size in written.items() if name in keeps)  # a call has its own
+    kept_places = (places.get(kept, kept) for kept in keeps)  # type: ignore[arg-type]
     return Region(
-        *(site.module, site.method, number, why, first.given, first.gives),
-        tuple(states),
-        tuple(sorted(written)),
-        tuple(in_all_runs(site, tensors, rows) for tensors in zip(*results, strict=True)),
-        any(seen.random for seen in seen_runs),
-        rising(max(seen.flops for seen in alike), twice.flops, rows),
-        rising(max(seen.saved for seen in alike) + copies, twice.saved + copies, rows),
-        tuple(sorted(n for kept in keeps if isinstance(n := places.get(kept, kept), int))),  # type: ignore[arg-type]
-        max(seen.launches for seen in seen_runs),
-        all(seen.looked for seen in seen_runs),
-        tuple(left),
-        first.finds,
-        tuple(n for n, carries in enumerate(first.carrying) if carries),
-        first.grad,
+        module=site.module,
+        method=site.method,
+        call=number,
+        why=why,
+        given=first.given,
+        gives=first.gives,
+        states=tuple(states),
+        written=tuple(sorted(written)),
+        results=tuple(in_all_runs(site, tensors, rows) for tensors in zip(*results, strict=True)),
+        random=any(seen.random for seen in seen_runs),
+        flops=rising(max(seen.flops for seen in alike), twice.flops, rows),
+        saved=rising(max(seen.saved for seen in alike) + copies, twice.saved + copies, rows),
+        keeps=tuple(sorted(place for place in kept_places if isinstance(place, int))),
+        launches=max(seen.launches for seen in seen_runs),
+        seen=all(seen.looked for seen in seen_runs),
+        left=tuple(left),
+        finds=first.finds,
+        carrying=tuple(n for n, carries in enumerate(first.carrying) if carries),
+        grad=first.grad,
     )
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,19 +26,13 @@ from autopipe.frontend.construct import fake_copy, off_gpus
 from autopipe.frontend.loss import Loss
 from autopipe.ir import opaque_ops
 from autopipe.ir.graph import REGION_OP, Graph, Node
-from autopipe.ir.tensors import attributes_of
 from autopipe.ir.torch_patches import one_process, own_of, replacing
-from autopipe.ir.torch_private import (
-    is_fake,
-    lend,
-    no_saved_tensors_hooks,
-    version,
-)
+from autopipe.ir.torch_private import is_fake, no_saved_tensors_hooks, version
 from autopipe.opaque.custom_functions import as_written
 from autopipe.opaque.results import as_measured, at_rows, strides_in
 from autopipe.opaque.sites import LossCall, SiteCall, call, site_of, standing_in, state_of
 from autopipe.opaque.sparse import owned, to_device
-from autopipe.opaque.states import differ, put
+from autopipe.opaque.states import Homes, differ, put
 from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, returned, to_text, whole_of
 from autopipe.planfile.regions import LOSS, Region, Result
 from autopipe.rewriting.flex_attention import written_out
@@ -79,7 +73,7 @@ class Running:
         return f"{self.number}:{self.region.name}"
 
 
-def known(
+def registered(
     regions: Sequence[Region], model: nn.Module, loss: Loss | None = None, *, training: bool
 ) -> tuple[Running, ...]:
     """Register regions of a model and its loss, so that the op can run them in this process."""
@@ -88,11 +82,11 @@ def known(
     for running in found:
         if not running.region.states:
             # Before the trace, where its tensors may have values and others none: no copy is made.
-            _copy(running)
+            _copied(running)
     return found
 
 
-def named(graph: Graph, running: Sequence[Running]) -> Graph:
+def with_region_names(graph: Graph, running: Sequence[Running]) -> Graph:
     """Replace keys of `running` in a graph's nodes by the regions' names, equal in any trace."""
     names = {each.key: each.region.name for each in running}
 
@@ -232,61 +226,85 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     Its backward may run its code again, as a checkpoint does, or read attributes that its forward
     has set. For that the tensors and attributes of this micro-batch are restored first.
     """
-    region, model = running.region, _copy(running)
+    region, copied = running.region, _copied(running)
+    model = copied.model
     tensors = [tensor.view_as(tensor) for tensor in tensors]
     for number in region.carrying:
         tensors[number].requires_grad_()  # no graph says that forward has asked for it
     count = len(tensors) - len(region.states)
-    homes = _homes(model)
-    copies = [buffer.clone() for buffer in written]
-    lent = dict(zip((*region.states, *region.written), (*tensors[count:], *copies), strict=True))
-    _lend(homes, lent)
-    versions = [(copied, version(copied)) for copied in copies]
+    buffers = [buffer.clone() for buffer in written]
+    lent = dict(zip((*region.states, *region.written), (*tensors[count:], *buffers), strict=True))
+    copied.homes.lend(lent)
+    versions = [(buffer, version(buffer)) for buffer in buffers]
     if tensors:
         to_device(model, tensors[0].device)
     args, kwargs = whole_of(from_text(region.given), tensors[:count], model)
     inner = dict(model.get_submodule(region.module).named_modules(prefix=region.module))
-    latest: dict[str, dict[str, Any]] = vars(_copies).setdefault("latest", {}).get(id(model), {})
-    _set(inner, latest)  # a backward may have come back to those of an earlier micro-batch
+    _set(inner, copied.latest)  # a backward may have come back to those of an earlier micro-batch
     put(model, region.finds)
     before = {path: {**vars(module)} for path, module in inner.items()}
-    on_cpu = off_gpus() if all(tensor.device.type == "cpu" for tensor in tensors) else nullcontext()
-    recording = nullcontext() if region.grad else torch.no_grad()
-    # `is_initialized` would count as a question of the model's.
-    alone = nullcontext() if torch.distributed.group.WORLD is None else one_process()
-    # A compiler would look at the tensors that are lent, which are no leaves, and at their sizes.
-    as_it_is = torch.compiler.set_stance("force_eager")
-    with alone, on_cpu, recording, as_it_is, replacing(torch.cond, _cond), written_out():
+    with _as_in_eager(region, tensors):
         result = _code(running, model, tensors)(*args, **kwargs)
-    for name, buffer, (copied, known) in zip(region.written, written, versions, strict=True):
-        now = state_of(model, name)
-        statistics = now is copied and version(now) == known  # as batch norm writes its statistics
-        with torch.no_grad():
-            (buffer.data if statistics else buffer).copy_(now)
+    for name, buffer, lent_buffer in zip(region.written, written, versions, strict=True):
+        _write_back(buffer, state_of(model, name), *lent_buffer)
     set_here = {
         path: {n: v for n, v in vars(module).items() if before[path].get(n, before) is not v}
         for path, module in inner.items()
     }
-    vars(_copies)["latest"][id(model)] = {
-        path: latest.get(path, {}) | values for path, values in set_here.items()
+    copied.latest = {
+        path: copied.latest.get(path, {}) | values for path, values in set_here.items()
     }
-    named = {
+
+    def restore(_: Tensor) -> None:
+        copied.homes.lend(lent)
+        _set(inner, set_here)
+
+    found = returned(result, _left(region, set_here))
+    for tensor in distinct_tensors(found):
+        if tensor.requires_grad:
+            tensor.register_hook(restore)  # type: ignore[no-untyped-call]
+    return found
+
+
+@contextmanager
+def _as_in_eager(region: Region, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Within, the user's code runs as it was measured: uncompiled, alone, its constants on CPUs."""
+    with ExitStack() as until:
+        # `is_initialized` would count as a question of the model's.
+        if torch.distributed.group.WORLD is not None:
+            until.enter_context(one_process())
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            until.enter_context(off_gpus())
+        if not region.grad:
+            until.enter_context(torch.no_grad())
+        # A compiler would look at the tensors that are lent, which are no leaves, and their sizes.
+        until.enter_context(torch.compiler.set_stance("force_eager"))
+        until.enter_context(replacing(torch.cond, _cond))
+        until.enter_context(written_out())
+        yield
+
+
+def _write_back(buffer: Tensor, now: Tensor, lent: Tensor, before: int) -> None:
+    """Write into a buffer what the call has left in its place.
+
+    Args:
+        now: the tensor that the copied model has there after the call.
+        lent, before: the tensor that it had there before, and that tensor's version.
+    """
+    statistics = now is lent and version(now) == before  # as batch norm writes its statistics
+    with torch.no_grad():
+        (buffer.data if statistics else buffer).copy_(now)
+
+
+def _left(region: Region, set_here: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The tensors of `region.left` by name, from all that a call has set in modules, by path."""
+    tensors = {
         f"{path}.{name}".lstrip("."): value
         for path, values in set_here.items()
         for name, value in values.items()
         if isinstance(value, Tensor)
     }
-    left = {name: named[name] for name in region.left if name in named}
-
-    def restore(_: Tensor) -> None:
-        _lend(homes, lent)
-        _set(inner, set_here)
-
-    found = returned(result, left)
-    for tensor in distinct_tensors(found):
-        if tensor.requires_grad:
-            tensor.register_hook(restore)  # type: ignore[no-untyped-call]
-    return found
+    return {name: tensors[name] for name in region.left if name in tensors}
 
 
 def _code(running: Running, model: nn.Module, tensors: Sequence[Tensor]) -> Callable[..., Any]:
@@ -304,47 +322,29 @@ def _set(inner: Mapping[str, nn.Module], values: Mapping[str, Mapping[str, Any]]
         inner[path].__dict__.update(attributes)
 
 
-Homes = Mapping[str, Sequence[tuple[nn.Module, str]]]
-"""For each name of a state, the places of its tensor: (module, the state's name in it)."""
-
-
-def _copy(running: Running) -> nn.Module:
-    """This thread's own copy of the model; ranks may be threads of one process.
+@dataclass(eq=False)
+class _Copied:
+    """A copy of a model in which one thread runs the calls of a `Running`.
 
     Its tensors stay those of the last call or backward until the next one.
+
+    Attributes:
+        homes: the places of its parameters and buffers.
+        latest: what its calls have set in the modules of the region: path -> name -> value.
     """
-    copies: dict[int, nn.Module] = vars(_copies).setdefault("by_number", {})
+
+    model: nn.Module
+    homes: Homes
+    latest: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def _copied(running: Running) -> _Copied:
+    """This thread's own copy of the model; ranks may be threads of one process."""
+    copies: dict[int, _Copied] = vars(_copies).setdefault("by_number", {})
     if running.number not in copies:
         with _copying:
-            copied = fake_copy(running.model)
-        if copied.training != running.training:
-            copied.train(running.training)
-        copies[running.number] = copied
-        vars(_copies).setdefault("homes", {})[id(copied)] = _found_homes(copied)
+            model = fake_copy(running.model)
+        if model.training != running.training:
+            model.train(running.training)
+        copies[running.number] = _Copied(model, Homes(model))
     return copies[running.number]
-
-
-def _homes(model: nn.Module) -> Homes:
-    found: Homes = vars(_copies)["homes"][id(model)]
-    return found
-
-
-def _found_homes(model: nn.Module) -> Homes:
-    names: dict[int, list[str]] = {}
-    for named_tensors in (model.named_parameters, model.named_buffers):
-        for name, tensor in named_tensors(remove_duplicate=False):
-            names.setdefault(id(tensor), []).append(name)
-
-    def home(name: str) -> tuple[nn.Module, str]:
-        path, _, leaf = name.rpartition(".")
-        return model.get_submodule(path), leaf
-
-    return {name: [*map(home, alike)] for alike in names.values() for name in alike}
-
-
-def _lend(homes: Homes, lent: Mapping[str, Tensor]) -> None:
-    """Put tensors in the place of the states of these names."""
-    for name, tensor in lent.items():
-        for module, leaf in homes[name]:
-            vars(tensor).update(attributes_of(getattr(module, leaf)))
-            lend(module, leaf, tensor)

@@ -70,7 +70,7 @@ def in_all_runs(site: Site, tensors: Sequence[Tensor], rows: int) -> Result:
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """The dims of a dense tensor, the slowest in memory first; else as they come."""
+    """The dims from the slowest in memory to the fastest; in their own order if it has gaps."""
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     dense = tensor.permute(order).is_contiguous()
     return tuple(order if dense else range(tensor.ndim))

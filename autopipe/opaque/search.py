@@ -162,7 +162,7 @@ class _Frame(NamedTuple):
 
 
 def _deepest(error: Uncaptured, models: Sequence[nn.Module]) -> list[_Frame]:
-    """Of the frames that an error and its causes went through those in the model, the most.
+    """The frames in the model that an error went through: of it and its causes, the longest list.
 
     Args:
         models: the model, and others of the same modules that may have run in its place.

@@ -55,7 +55,7 @@ class LossCall:
         self.__wrapped__ = loss  # as functools.wraps has it: where it begins is read off
 
     def __call__(self, outputs: Any, batch: Any) -> Any:
-        """What the loss gives; a count as a tensor, as one of chosen tokens is no fixed number."""
+        """The loss; a count beside it as a tensor, for that of chosen tokens is no fixed number."""
         return counted_by_tensor(self.__wrapped__(outputs, batch))
 
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from autopipe.eager.contents import MOST_ELEMENTS
 from autopipe.frontend.user_lines import codes_in
+from autopipe.ir.tensors import attributes_of
 from autopipe.ir.torch_patches import seeing_sets
-from autopipe.ir.torch_private import version
+from autopipe.ir.torch_private import lend, version
 from autopipe.opaque.sites import Site
 from autopipe.opaque.sparse import is_sparse
 from autopipe.opaque.trees import NotPlain, from_text, parts_of, to_text, whole_of
@@ -42,6 +43,31 @@ def first_names(model: nn.Module) -> dict[int, str]:
         if not is_sparse(tensor):
             found.setdefault(id(tensor), name)
     return found
+
+
+class Homes:
+    """The places of a model's parameters and buffers, where other tensors can be lent to it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names: dict[int, list[str]] = {}
+        for named_tensors in (model.named_parameters, model.named_buffers):
+            for name, tensor in named_tensors(remove_duplicate=False):
+                names.setdefault(id(tensor), []).append(name)
+
+        def home(name: str) -> tuple[nn.Module, str]:
+            path, _, leaf = name.rpartition(".")
+            return model.get_submodule(path), leaf
+
+        self._places = {
+            name: [*map(home, alike)] for alike in names.values() for name in alike
+        }  # under each of its names all places of a tensor
+
+    def lend(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put tensors in the place of the states of these names, with the states' attributes."""
+        for name, tensor in tensors.items():
+            for module, leaf in self._places[name]:
+                vars(tensor).update(attributes_of(getattr(module, leaf)))
+                lend(module, leaf, tensor)
 
 
 LOOKUPS = frozenset(

@@ -32,7 +32,7 @@ MEMORY_SHARES = tuple(sixteenth / 16 for sixteenth in range(4, 33))
 
 @dataclass(frozen=True)
 class Headline:
-    """A figure in large letters, words below it; `beside`: the planned figure, or its share."""
+    """A figure in large letters, with words below it and the planned figure or a share `beside`."""
 
     figure: str
     words: str

@@ -122,17 +122,19 @@ def _rank_memory(
         line = _line([(1000 * t / step, y(states + size)) for t, size in curve.points])
         when = round(100 * curve.fullest / step, 2)
     return RankMemory(
-        rank,
-        numbers.memory(room),
-        numbers.memory(peak),
-        numbers.memory(states),
-        f"{numbers.memory(seen)} of {numbers.memory(planned)} that a run sees" if seen else "",
-        _instruction_words(plan.stages[stages[0]].predicted.fullest),
-        line,
-        y(states),
-        y(room) if near else None,
-        when,
-        round(y(peak) / 10, 2),
+        rank=rank,
+        room=numbers.memory(room),
+        peak=numbers.memory(peak),
+        states=numbers.memory(states),
+        measured=f"{numbers.memory(seen)} of {numbers.memory(planned)} that a run sees"
+        if seen
+        else "",
+        at=_instruction_words(plan.stages[stages[0]].predicted.fullest),
+        line=line,
+        floor=y(states),
+        limit=y(room) if near else None,
+        when=when,
+        level=round(y(peak) / 10, 2),
     )
 
 

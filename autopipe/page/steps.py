@@ -98,14 +98,14 @@ def of_plan(plan: Plan, lanes: Lanes | None = None) -> Picture:
     key += [("sum", "sum of gradients")] if any(s.end > s.start for s in timeline.sums) else []
     key += [("wait", "waiting")]
     return Picture(
-        axis,
-        tuple(_rows(planned, placed, axis, timeline.seconds, shown)),
-        tuple(_rows(measured or (), placed, axis, max(ends, default=0.0), shown)),
-        numbers.seconds(timeline.seconds),
-        numbers.seconds(max(ends)) if ends else "",
-        tuple(key),
-        shown,
-        plan.batch.micro_batches,
+        seconds=axis,
+        planned=tuple(_rows(planned, placed, axis, timeline.seconds, shown)),
+        measured=tuple(_rows(measured or (), placed, axis, max(ends, default=0.0), shown)),
+        planned_step=numbers.seconds(timeline.seconds),
+        measured_step=numbers.seconds(max(ends)) if ends else "",
+        key=tuple(key),
+        shown=shown,
+        total=plan.batch.micro_batches,
     )
 
 

@@ -201,10 +201,10 @@ class Memory:
     """Bytes of one stage, by what they are for, at the fullest moment of the device it is on.
 
     A device of several stages has their sum; a tensor that two of them share counts with the first.
-    `parameters` are those that the optimizer changes; `copies` are their 16-bit copies and, under
+    `parameters` are masters where there are any; `copies` are their 16-bit copies and, under
     ZeRO-3, gathered parameters. `activations` are saved for backward by all micro-batches in
-    flight, received tensors included, and made in it if compiled; `transfers` are receives posted
-    ahead and sends under way; `passing` are other gradients: for sums, in buckets, of logits.
+    flight, received tensors included, and made in it by compiled stages; `transfers` are receives
+    posted ahead and sends under way; `passing` are gradients just made, in buckets, of logits.
     """
 
     parameters: int

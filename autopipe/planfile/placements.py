@@ -66,7 +66,7 @@ class Placement(NamedTuple):
         return self.kind == "S"
 
     def at(self, rows: int) -> Placement:
-        """For micro-batches of `rows` rows, if the segments are as many as those."""
+        """The placement for `rows` rows in place of `BIG`, if its segments are counted in rows."""
         if not isinstance(self.segments, int) or self.segments % BIG:
             return self
         return self._replace(segments=self.segments // BIG * rows)
@@ -141,15 +141,15 @@ class OwnRows(NamedTuple):
 
     @property
     def length(self) -> int:
-        """So many entries of `dim`."""
+        """The number of entries of `dim` that the rank has."""
         return self.last - self.first
 
     def strided(self, shape: Sequence[int]) -> bool:
-        """Whether they lie in several pieces in a contiguous tensor of this shape."""
+        """Whether the entries are several pieces of memory in a contiguous tensor of this shape."""
         return prod(shape[: self.dim]) > 1
 
     def elements(self, shape: Sequence[int]) -> int:
-        """So many elements of a tensor of this shape."""
+        """The number of elements that the rank has of a tensor of this shape."""
         return prod((*shape[: self.dim], self.length, *shape[self.dim + 1 :]))
 
 

@@ -100,13 +100,13 @@ def traffic(plan: Plan) -> Traffic | None:
                 rounds += plan.gathered_share * gathers
             sums += int(rounds * (over - 1) * size)
     return Traffic(
-        "sites" if sites else "nodes",
-        places,
-        link,
-        moved[Flow.ACTIVATION],
-        moved[Flow.GRADIENT],
-        tuple(sorted(pairs)),
-        sums,
-        2 * (places - 1) * gradient_bytes,
-        max(wires.values(), default=0) / link.bandwidth,
+        kind="sites" if sites else "nodes",
+        places=places,
+        link=link,
+        activations=moved[Flow.ACTIVATION],
+        gradients=moved[Flow.GRADIENT],
+        pairs=tuple(sorted(pairs)),
+        sums=sums,
+        sum_of_all=2 * (places - 1) * gradient_bytes,
+        busy=max(wires.values(), default=0) / link.bandwidth,
     )

@@ -77,8 +77,10 @@ def waterfall(plan: Plan) -> dict[str, float]:
 
 
 def _weights(plan: Plan) -> list[float]:
-    """Of each stage its weight in the mean device: the micro-batches that it runs, times the share
-    that its rank's peak has in all of them."""
+    """The weight of each stage in the mean device.
+
+    It is the number of micro-batches that the stage runs, times its rank's share of all peaks.
+    """
     ranks, count = holders(programs.compute(plan)), plan.batch.micro_batches
     peaks = plan.work.peaks if plan.work is not None else (1.0,) * plan.mesh.pp
     return [
@@ -93,7 +95,7 @@ def _mean(weights: Sequence[float], seconds: Iterable[float]) -> float:
 
 
 def _computed(plan: Plan) -> dict[str, float]:
-    """What the mean device computes for in a step."""
+    """The mean device's seconds of computing in a step, by cause."""
     stages, mean = [stage.predicted for stage in plan.stages], partial(_mean, _weights(plan))
     known = [stage.spent for stage in stages if stage.spent is not None]
     both = [stage.forward_seconds + stage.backward_seconds for stage in stages]
@@ -107,13 +109,19 @@ def _computed(plan: Plan) -> dict[str, float]:
 
 
 def _causes_known(stage: StagePrediction) -> bool:
-    """Whether it is known what a stage's seconds go to: they may have been changed by hand."""
+    """Whether a stage's seconds by cause add up to its seconds: a hand may have changed either."""
     seconds = stage.forward_seconds + stage.backward_seconds
     return stage.spent is not None and math.isclose(stage.spent.seconds, seconds, rel_tol=1e-6)
 
 
 def _ends(plan: Plan) -> tuple[float, float, float, float]:
-    """The seconds of the step: even, free, unsummed and as it is."""
+    """The seconds of the step in four walks, none faster than the one before it.
+
+    even          every stage takes the mean, transfers and sums of gradients nothing
+    unhindered    each stage takes its own seconds, transfers and sums still nothing
+    unsummed      transfers too, sums of gradients nothing
+    whole         the step as planned
+    """
     costs, step, weights = predict.costs(plan), programs.step(plan), _weights(plan)
     stages, count = len(plan.stages), plan.batch.micro_batches
     of_rank = stages // plan.mesh.pp

@@ -15,12 +15,16 @@ from dataclasses import dataclass
 class Work:
     """What a step computes, from which MFU follows (Chowdhery et al., PaLM, 2022, appendix B).
 
-    `flops` are operations of the matrix products, convolutions and attentions of the model as
-    traced, forward and backward of the whole batch. What recomputation, attention's backward and
-    tensor-parallel ranks do again is not among them; a causal attention counts half. `peaks` are
-    the operations a second that the devices of each pipeline rank have together, in the `dtype` in
-    which the model computes most: those of their datasheets, or, where `measured`, those that large
-    matmuls reached. `tokens` are those of the whole batch; 0 where its rows are no sequences.
+    Attributes:
+        flops: operations of the matrix products, convolutions and attentions of the model as
+            traced, forward and backward of the whole batch. What recomputation, attention's
+            backward and tensor-parallel ranks do again does not count; causal attention counts
+            half.
+        peaks: for each pipeline rank, the operations a second that its devices have together in
+            `dtype`.
+        dtype: the one in which the model computes most.
+        measured: whether `peaks` are those that large matmuls reached, not those of datasheets.
+        tokens: those of the whole batch; 0 where its rows are no sequences.
     """
 
     flops: float
@@ -31,11 +35,11 @@ class Work:
 
     @property
     def peak(self) -> float:
-        """Of all devices together."""
+        """Operations a second of all devices together, at their peak."""
         return sum(self.peaks)
 
     def mfu(self, seconds: float) -> float:
-        """The share of the peak that the model's own operations take in a step of so long."""
+        """The share of the peak that the model's own operations take in a step of `seconds`."""
         return self.flops / (seconds * self.peak)
 
 
@@ -43,11 +47,14 @@ class Work:
 class Spent:
     """What a stage's seconds of one micro-batch go to, forward and backward together.
 
-    `matmuls` are matrix products, convolutions and attention; `other_ops` all other ops and
-    gradients that are added to their sums; `launches` what the host needs to start ops;
-    `recompute` blocks that run a second time; `exchange` the collectives of tensor parallelism;
-    `gathering` what ZeRO-3 gathers and scatters, and ZeRO-2 scatters; `copying` copies to the
-    host's memory and back that nothing hides.
+    Attributes:
+        matmuls: matrix products, convolutions and attention.
+        other_ops: all other ops, and adding gradients to their sums.
+        launches: what the host needs to start ops.
+        recompute: blocks that run a second time.
+        exchange: the collectives of tensor parallelism.
+        gathering: what ZeRO-3 gathers and scatters, and ZeRO-2 scatters.
+        copying: copies to the host's memory and back that nothing hides.
     """
 
     matmuls: float
@@ -60,5 +67,5 @@ class Spent:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """The sum of all causes."""
         return float(sum(vars(self).values()))

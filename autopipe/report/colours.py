@@ -48,12 +48,20 @@ class Theme:
 
 
 LIGHT = Theme(
-    *("#ffffff", "#1c2126", "#545c66", "#d3d8de", "#e9ecef"),
-    {Flow.ACTIVATION: "#0072b2", Flow.GRADIENT: "#b35c00"},
+    page="#ffffff",
+    ink="#1c2126",
+    muted="#545c66",
+    line="#d3d8de",
+    idle="#e9ecef",
+    flows={Flow.ACTIVATION: "#0072b2", Flow.GRADIENT: "#b35c00"},
 )
 DARK = Theme(
-    *("#14171b", "#e8eaed", "#a4adb8", "#3a414a", "#262b32"),
-    {Flow.ACTIVATION: "#56b4e9", Flow.GRADIENT: "#e69f00"},
+    page="#14171b",
+    ink="#e8eaed",
+    muted="#a4adb8",
+    line="#3a414a",
+    idle="#262b32",
+    flows={Flow.ACTIVATION: "#56b4e9", Flow.GRADIENT: "#e69f00"},
 )
 
 

@@ -64,7 +64,7 @@ def _figures(plan: Plan, columns: int, all_of_them: bool) -> Iterator[str]:
 
 
 def _step(plan: Plan, columns: int) -> Iterator[str]:
-    """One step as it is predicted, to scale."""
+    """The lines of a picture of one predicted step, to scale."""
     found = schedule_page.step(plan, columns)
     if found is None:
         return
@@ -76,7 +76,7 @@ def _step(plan: Plan, columns: int) -> Iterator[str]:
 
 
 def _held(plan: Plan, columns: int) -> Iterator[str]:
-    """Of each stage the nodes and parameters, and what it sends on."""
+    """The lines that tell each stage's nodes, parameters and sends; stages alike share theirs."""
     for _, run in groupby(range(len(plan.stages)), key=lambda index: _look(plan, index)):
         yield from _stages([*run], plan, columns)
     for line in describe(plan):
@@ -84,7 +84,7 @@ def _held(plan: Plan, columns: int) -> Iterator[str]:
 
 
 def _look(plan: Plan, index: int) -> Hashable:
-    """What the text shows of a stage, without the numbers in names."""
+    """A key of the stages whose lines differ only in the numbers in names."""
     stage = plan.stages[index]
     sends = [
         replace(
@@ -131,7 +131,7 @@ def _sent(sent: Transfer, columns: int) -> Iterator[str]:
 
 
 def _why(plan: Plan, columns: int, every: bool) -> Iterator[str]:
-    """What binds, and what keeps other meshes from being the plan."""
+    """The lines that tell why this is the plan: what limits it, and what the other meshes cost."""
     pairs = [("why", plan.planner.binding)]
     crossing = facts.crossing(plan)
     if crossing is not None:

@@ -7,7 +7,7 @@ stage  forward  backward  bubble   peak  weights ...       equal stages that fol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -81,12 +81,12 @@ def figures(plan: Plan, *, all_of_them: bool = False) -> Figures:
         )
         for stage, rank in zip(plan.stages, ranks, strict=True)
     ]
-    bytes_at = len(formats) - len(PARTS)
+    peak_at = len(formats) - len(PARTS)
     texts = [
         (
             kind,
-            *(shown(each) for shown, each in zip(formats[: bytes_at + 1], row, strict=False)),
-            *amount.adding_up(row[bytes_at + 1 :]),  # their sum is the peak before them
+            *(shown(each) for shown, each in zip(formats[: peak_at + 1], row, strict=False)),
+            *amount.adding_up(row[peak_at + 1 :]),  # their sum is the peak before them
         )
         for kind, row in zip(kinds, values, strict=True)
     ]
@@ -100,22 +100,30 @@ def figures(plan: Plan, *, all_of_them: bool = False) -> Figures:
         columns = zip(formats, zip(*(values[stage] for stage in stages), strict=True), strict=True)
         return (ranges(stages), *place, *kind, *(_span(shown, each) for shown, each in columns))
 
-    rows, folded, before = [], 0, -1
-    for index in range(len(runs)) if all_of_them else _chosen(plan, runs):
-        between = [stage for run in runs[before + 1 : index] for stage in run]
-        if between:
-            rows.append(row(between))
-            folded += len(between)
-        rows.append(row(runs[index]))
-        before = index
+    shown = range(len(runs)) if all_of_them else _chosen(plan, runs)
+    groups = list(_with_those_between(runs, shown))
     names = ("stage", *([] if alone else ["rank"]), *(["device"] if any(kinds) else []))
     table = Table(
         (*names, "forward", "backward", "bubble", *PARTS),
-        tuple(rows),
+        tuple(row(stages) for stages, _ in groups),
         splits=len(names) + 4,
         left=("rank", "device"),
     )
+    folded = sum(len(stages) for stages, between in groups if between)
     return Figures(table, len(names) + 4, amount.unit, folded)
+
+
+def _with_those_between(
+    runs: Sequence[Sequence[int]], shown: Sequence[int]
+) -> Iterator[tuple[Sequence[int], bool]]:
+    """The stages of each row: a run that is shown, or (True) all runs between two such runs."""
+    before = -1
+    for index in shown:
+        between = [stage for run in runs[before + 1 : index] for stage in run]
+        if between:
+            yield between, True
+        yield runs[index], False
+        before = index
 
 
 def _span(shown: Callable[[Any], str], values: Sequence[float]) -> str:

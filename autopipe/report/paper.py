@@ -24,7 +24,7 @@ NARROWEST = 60
 
 
 def width(most: int = WIDTH) -> int:
-    """Columns of what stdout is: of a terminal its own, from `NARROWEST` to `most`; else `most`."""
+    """Columns to print in: a terminal's own, but from `NARROWEST` to `most`; elsewhere `most`."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return min(max(shutil.get_terminal_size((most, 24)).columns, NARROWEST), most)
     return most

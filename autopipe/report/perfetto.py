@@ -111,7 +111,7 @@ class _Move(NamedTuple):
 
     @property
     def ordered(self) -> bool:
-        """Whether it ends after its start: two ranks' clocks agree up to a message's time."""
+        """Whether it arrives after it was sent, by the clocks of two ranks, which may differ."""
         return self.wait.end >= self.send.start
 
 

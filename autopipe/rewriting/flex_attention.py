@@ -56,7 +56,7 @@ class _Masked(flex.BlockMask):
         )
 
     def to(self, *_where: Any, **_how: Any) -> _Masked:
-        """Itself: it has no blocks to move."""
+        """The mask itself, as torch's block masks have it: this one has no blocks to move."""
         return self
 
 
@@ -140,7 +140,7 @@ def _allowed(mask: flex.BlockMask, numbers: list[Tensor]) -> Tensor:
 
 
 def _of_all(function: Callable[..., Any], name: str, *numbers: Tensor) -> Tensor:
-    """What a function of numbers gives for each of them."""
+    """The results of a function of row, head, query and key for all of their numbers at once."""
     with _Each(name, numbers):
         found = function(*numbers)
     if not isinstance(found, Tensor):
@@ -149,7 +149,7 @@ def _of_all(function: Callable[..., Any], name: str, *numbers: Tensor) -> Tensor
 
 
 class _Row:
-    """A part of a table, by fewer numbers than it has dims: `table[b]` of `table[b][query]`."""
+    """A table indexed by fewer numbers than it has dims: the `table[b]` in `table[b][query]`."""
 
     def __init__(self, each: _Each, table: Tensor, numbers: tuple[Any, ...] = ()) -> None:
         self._each, self._table, self._numbers = each, table, numbers

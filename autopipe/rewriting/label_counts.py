@@ -122,20 +122,22 @@ def _term(flow: Dataflow, node: Node) -> LabelCounts | None:
 
 
 def _dividing(flow: Dataflow, mean: Node) -> _Divisor | None:
-    """What a sum is divided by to be a mean over labels."""
+    """The number of labels that a sum is divided by; None: the node is no sum divided by one."""
     if mean.kwargs or (above := _made_by(flow, mean.args[0])) is None or above.short != "sum":
         return None
     return _divisor(flow, mean.args[1])
 
 
 def leaving_out(leaves: Mapping[str, Any], read: Collection[str]) -> list[dict[str, Any]]:
-    """A batch as others that leave some of it out, as an example that counts all of it may not.
+    """Three variants of a batch in which some labels do not count.
 
-    A mask that is the same throughout gets zeros, or ones; labels become numbers that often stand
-    for none.
+    An example batch may count all its labels, and then does not show what a loss leaves out. In
+    each variant a random part of the labels becomes a number that often means "no label" (0, -1,
+    -100), and a mask of equal entries gets some of the other value.
 
     Args:
-        read: the entries that the loss reads.
+        leaves: the batch by path.
+        read: the paths that the loss reads.
     """
     generator = torch.Generator().manual_seed(0)
     found = []

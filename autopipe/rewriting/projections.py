@@ -69,51 +69,76 @@ def with_projections(graph: Graph) -> Graph:
     _check_writes(graph, projected)
     if not projected:
         return graph
-    ordinals = Counter((node.scopes[-1:], node.short) for node in graph.nodes)
-    nodes: list[Node] = []
-    values: dict[Value, Value] = {}
-    states = dict(graph.states)
+    writer = _ProjectionWriter(graph)
+    for node in graph.nodes:
+        found = projected.get(node.name)
+        if found is None:
+            writer.nodes.append(node.reading(writer.values))
+        else:
+            writer.write_projected(node, found)
+    outputs = swap(graph.outputs, writer.values)
+    return replace(graph, nodes=tuple(writer.nodes), outputs=outputs, states=writer.states)
 
-    def append(like: Node, op: str, *args: Arg, **changed: Any) -> Ref:
+
+class _ProjectionWriter:
+    """Writes a graph's nodes, with projected parameters for the nodes that read them.
+
+    Attributes:
+        nodes: those written so far.
+        values: a parameter, or what a replaced node made -> what later nodes read instead.
+        states: the graph's states, with the projections found so far.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes: list[Node] = []
+        self.values: dict[Value, Value] = {}
+        self.states = dict(graph.states)
+        self._graph = graph
+        self._ordinals = Counter((node.scopes[-1:], node.short) for node in graph.nodes)
+
+    def write_projected(self, node: Node, found: _Projection) -> None:
+        """Write the projected parameter in place of a node that projects it."""
+        weight, values = found.weight, self.values
+        if weight not in values:
+            state = self.states[weight.name]
+            self.states[weight.name] = replace(state, projection=(found.op, found.rest))
+            values[weight] = self._projected(node, found)
+        written = node.values()[0]
+        if swap(written, values) != values[weight]:  # its .data, which has no gradient afterwards
+            values[written] = self._append(node, "aten.detach.default", values[weight])
+        values[Ref(node.name)] = swap(written, values)
+
+    def _projected(self, node: Node, found: _Projection) -> Ref:
+        """The value of a projected parameter, with the gradient of the parameter."""
+        read = self._append(node, "aten.detach.default", found.weight)
+        operands = [self._in_dtype_of(found.weight, arg, node) for arg in found.rest]
+        if found.op != NORMALIZED:
+            changed: Arg = self._append(node, PROJECTIONS[found.op], read, *operands)
+        elif node.op == IN_PLACE:
+            changed = self._append(node, DIVISION, read, swap(node.args[1], self.values))
+        else:
+            changed = swap(node.args[1], self.values)
+        zero = self._append(node, "aten.sub.Tensor", found.weight, read)
+        return self._append(node, "aten.add.Tensor", changed, zero)
+
+    def _append(self, like: Node, op: str, *args: Arg, **changed: Any) -> Ref:
+        """Write a node like another, but for its op, its arguments and what is `changed`."""
         key = like.scopes[-1:], short_name(op)
-        name = str(NodeName("".join(key[0]), key[1], ordinals[key]))
-        ordinals[key] += 1
+        name = str(NodeName("".join(key[0]), key[1], self._ordinals[key]))
+        self._ordinals[key] += 1
         new = replace(like, name=name, op=op, args=args, kwargs={}, grad=True)
-        nodes.append(replace(new, **changed))
+        self.nodes.append(replace(new, **changed))
         return Ref(name)
 
-    def in_dtype_of(weight: State, mask: Arg, node: Node) -> Arg:
+    def _in_dtype_of(self, weight: State, mask: Arg, node: Node) -> Arg:
         """A mask in the parameter's dtype, which a product in place keeps."""
+        graph = self._graph
         dtype = graph.spec(weight).dtype
         if not isinstance(mask, State) or graph.spec(mask).dtype in (dtype, torch.bool):
             return mask
         spec = replace(graph.spec(mask), dtype=dtype)
         to = {"kwargs": {"dtype": dtype}, "outputs": (spec,)}
-        return append(node, "aten._to_copy.default", mask, **to)
-
-    for node in graph.nodes:
-        found = projected.get(node.name)
-        if found is None:
-            nodes.append(node.reading(values))
-            continue
-        weight, rest = found.weight, found.rest
-        if weight not in values:
-            states[weight.name] = replace(states[weight.name], projection=(found.op, rest))
-            read = append(node, "aten.detach.default", weight)
-            operands = [in_dtype_of(weight, arg, node) for arg in rest]
-            if found.op == NORMALIZED:
-                changed = swap(node.args[1], values)
-                if node.op == IN_PLACE:
-                    changed = append(node, DIVISION, read, changed)
-            else:
-                changed = append(node, PROJECTIONS[found.op], read, *operands)
-            zero = append(node, "aten.sub.Tensor", weight, read)
-            values[weight] = append(node, "aten.add.Tensor", changed, zero)
-        written = node.values()[0]
-        if swap(written, values) != values[weight]:  # its .data, which has no gradient afterwards
-            values[written] = append(node, "aten.detach.default", values[weight])
-        values[Ref(node.name)] = swap(written, values)
-    return replace(graph, nodes=tuple(nodes), outputs=swap(graph.outputs, values), states=states)
+        return self._append(node, "aten._to_copy.default", mask, **to)
 
 
 def sets_norms(graph: Graph) -> bool:

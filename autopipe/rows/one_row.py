@@ -47,7 +47,7 @@ def same_with_one_row(graph: Graph, alone: Callable[[], Trace]) -> bool:
 
 
 def _steps(graph: Graph) -> list[object]:
-    """What a graph does with one row: each op with its arguments, by the number of their steps."""
+    """The ops of a graph on one row; an argument that an op makes is the number of that op."""
     values: dict[Value, object] = {}
     steps: list[object] = []
 

@@ -87,7 +87,7 @@ _LAYERS = {
 
 
 def groups(flow: Dataflow, value: Value) -> int | None:
-    """How often all rows come one after another in a value's dim of rows; None: unknown.
+    """How many times a value's dim of rows goes through all rows; None: unknown.
 
         cat([x, y]) of [b, d] and [b, d]     [2b, d]     all rows of x, then all of y     2
         x.flatten(0, 1) of [b, s, d]         [s*b, d]    all of row 0, then all of row 1  1

@@ -28,10 +28,11 @@ OWN = 5
 
 @dataclass(frozen=True)
 class Numbering:
-    """The number of each size of a plan: those of its stages first, then those of its tensors.
+    """Numbers for all sizes that a plan's memory depends on, those of its stages first.
 
     Attributes:
-        tensors: of what crosses, by name.
+        stages: how many stages there are; each has `OWN` sizes.
+        tensors: the number of the size of each tensor that crosses between stages, by name.
     """
 
     stages: int
@@ -39,7 +40,7 @@ class Numbering:
 
     @staticmethod
     def of(plan: Plan) -> Numbering:
-        """That of a plan's sizes."""
+        """Number the sizes of a plan."""
         names = dict.fromkeys(sent.name for stage in plan.stages for sent in stage.sends)
         first = OWN * len(plan.stages)
         return Numbering(len(plan.stages), {n: first + at for at, n in enumerate(names)})

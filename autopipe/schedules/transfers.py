@@ -180,57 +180,99 @@ def _around(
 ) -> Program:
     """One rank's program, with the transfers around each of its compute instructions."""
     last = {i.stage: i for i in program if i.kind in FINAL}
-    posts: list[Instruction] = []  # those ahead of everything, in the order of their WAITs
-    body: list[Instruction] = []
-    owed: dict[tuple[Channel, int], Instruction] = {}  # the FREE of each send under way
-    counts: dict[Side, int] = defaultdict(int)
-    sent_so_far: dict[Channel, int] = defaultdict(int)  # sends of each channel so far
-
-    def free(channel: Channel, k: int) -> None:
-        if (channel, k) in owed:
-            body.append(owed.pop((channel, k)))
-
+    made = _WithTransfers(receives, sends, starts)
     for compute in program:
-        kind, stage, k, _, _ = compute
-        flow = FLOWS.get(kind)
+        made.add(compute, final=compute is last.get(compute.stage))
+    end = [Instruction(Kind.STEP, min(last))] if last else []
+    return (*made.posts, *made.body, *made.owed.values(), *end)
+
+
+class _WithTransfers:
+    """One rank's program under construction.
+
+    Attributes:
+        posts: the POSTs ahead of everything, in the order of their WAITs.
+        body: all instructions after them.
+        owed: the FREE of each send under way, by its channel and micro-batch.
+    """
+
+    def __init__(
+        self,
+        receives: dict[Side, list[WireLane]],
+        sends: dict[Side, list[WireLane]],
+        starts: dict[Side, list[int]],
+    ) -> None:
+        self.posts: list[Instruction] = []
+        self.body: list[Instruction] = []
+        self.owed: dict[tuple[Channel, int], Instruction] = {}
+        self._receives, self._sends, self._starts = receives, sends, starts
+        self._computed: dict[Side, int] = defaultdict(int)  # instructions of each side so far
+        self._sent: dict[Channel, int] = defaultdict(int)  # sends of each channel so far
+
+    def add(self, compute: Instruction, *, final: bool) -> None:
+        """Add a compute instruction, and the transfers that belong around it.
+
+        Args:
+            final: whether it is the last one to make gradients of its stage.
+        """
+        stage, k, flow = compute.stage, compute.microbatch, FLOWS.get(compute.kind)
         side = stage, flow
-        place = counts[side]
-        counts[side] = place + 1
-        for (source, _, _), sent, posted, _, _, _, comes in receives[side]:
-            number = place if comes is None else comes.get(k, -1)
-            if number < 0:
-                continue
-            if number < posted[0]:
-                posts.append(Instruction(Kind.POST, stage, sent[number], flow, source))
-            body.append(Instruction(Kind.WAIT, stage, k, flow, source))
-            for ahead in sent[posted[number] : posted[number + 1]]:
-                body.append(Instruction(Kind.POST, stage, ahead, flow, source))
+        place = self._computed[side]
+        self._computed[side] = place + 1
+        self._receive(side, k, place)
         if flow is Flow.GRADIENT:
             # Outputs may be views of received tensors, whose buffers return to the pool after
             # this backward. The gradient it takes came from there, so these sends are over.
-            for channel, *_ in sends[stage, Flow.ACTIVATION]:
-                free(channel, k)
-        if compute is last.get(stage):
-            body.append(Instruction(Kind.REDUCE, stage))
-        body.append(compute)
-        for channel, sent, _, bound, _, leaves, _ in sends[side]:
-            number = place if leaves is None else leaves.get(k, -1)
+            for lane in self._sends[stage, Flow.ACTIVATION]:
+                self._free(lane.channel, k)
+        if final:
+            self.body.append(Instruction(Kind.REDUCE, stage))
+        self.body.append(compute)
+        self._send(side, k, place)
+        if flow is Flow.ACTIVATION and self._sends[side]:
+            self._free_arrived_gradients(stage, place)
+
+    def _receive(self, side: Side, k: int, place: int) -> None:
+        """Wait for what instruction number `place` of a side takes; post the receives behind."""
+        stage, flow = side
+        for lane in self._receives[side]:
+            number = place if lane.comes is None else lane.comes.get(k, -1)
             if number < 0:
                 continue
-            sent_so_far[channel] = number + 1
-            if number >= bound:
-                free(channel, sent[number - bound])
-            body.append(Instruction(Kind.SEND, stage, k, flow, channel.target))
-            owed[channel, k] = Instruction(Kind.FREE, stage, k, flow, channel.target)
-        if flow is Flow.ACTIVATION and sends[side]:
-            # A gradient sent before this forward has arrived by now; free its memory.
-            now = starts[side][place] if place < len(starts[side]) else -1
-            for channel, sent, _, bound, ready, *_ in sends[stage, Flow.GRADIENT]:
-                last_sent = sent_so_far[channel] - 1
-                if bound == 1 and 0 <= last_sent < len(ready) and ready[last_sent] <= now:
-                    free(channel, sent[last_sent])
-    end = [Instruction(Kind.STEP, min(last))] if last else []
-    return (*posts, *body, *owed.values(), *end)
+            source, posted = lane.channel.source, lane.posted
+            if number < posted[0]:
+                self.posts.append(Instruction(Kind.POST, stage, lane.sent[number], flow, source))
+            self.body.append(Instruction(Kind.WAIT, stage, k, flow, source))
+            for ahead in lane.sent[posted[number] : posted[number + 1]]:
+                self.body.append(Instruction(Kind.POST, stage, ahead, flow, source))
+
+    def _send(self, side: Side, k: int, place: int) -> None:
+        """Send what instruction number `place` of a side makes, within each channel's bound."""
+        stage, flow = side
+        for lane in self._sends[side]:
+            number = place if lane.leaves is None else lane.leaves.get(k, -1)
+            if number < 0:
+                continue
+            channel = lane.channel
+            self._sent[channel] = number + 1
+            if number >= lane.bound:
+                self._free(channel, lane.sent[number - lane.bound])
+            self.body.append(Instruction(Kind.SEND, stage, k, flow, channel.target))
+            self.owed[channel, k] = Instruction(Kind.FREE, stage, k, flow, channel.target)
+
+    def _free_arrived_gradients(self, stage: int, place: int) -> None:
+        """Free each gradient that was sent before forward number `place`: it has arrived by now."""
+        starts = self._starts[stage, Flow.ACTIVATION]
+        now = starts[place] if place < len(starts) else -1
+        for lane in self._sends[stage, Flow.GRADIENT]:
+            last_sent = self._sent[lane.channel] - 1
+            arrived = 0 <= last_sent < len(lane.ready) and lane.ready[last_sent] <= now
+            if lane.bound == 1 and arrived:
+                self._free(lane.channel, lane.sent[last_sent])
+
+    def _free(self, channel: Channel, k: int) -> None:
+        if (channel, k) in self.owed:
+            self.body.append(self.owed.pop((channel, k)))
 
 
 def _check(

@@ -65,9 +65,12 @@ def _put_together(flow: Dataflow) -> Graph:
 
 
 def _filled(flow: Dataflow, root: Value, writers: Sequence[int]) -> tuple[list[str], Node] | None:
-    """The slices of a tensor that copies fill, all of it, and the `cat` in place of the last copy.
+    """How a blank tensor that is filled slice by slice becomes one `cat` of the slices' sources.
 
-    None where it is anything else, or where anything but the copies reads it before the last one.
+        out = empty(...); out[:, :4].copy_(a); out[:, 4:].copy_(b)    ->    out = cat([a, b], 1)
+
+    Returns the names of the slices, and the `cat` that takes the place of the last copy; None where
+    the copies do not fill the tensor exactly, or something else reads it before the last of them.
     """
     nodes, blank = flow.graph.nodes, flow.position(root)
     if blank < 0 or nodes[blank].short not in _BLANK:
@@ -106,7 +109,11 @@ _BLANK = frozenset("empty new_empty empty_like zeros new_zeros zeros_like".split
 
 
 def _copied(flow: Dataflow, root: Value, position: int) -> tuple[Node, Value] | None:
-    """The slice of a tensor that a node fills, and what with, if that is all that either does."""
+    """The slice of a tensor that a node copies into, and the source of the copy.
+
+    None unless the slice has no other reader, the copy's result none, and the source has the
+    slice's shape and dtype and is never written.
+    """
     graph, node = flow.graph, flow.graph.nodes[position]
     target, source = (*values_in(node.args[:2]), None, None)[:2]
     if node.op != "aten.copy_.default" or target is None or source is None:

@@ -191,7 +191,7 @@ class _Local:
                 self._wanted.setdefault(output, {})[I] = None
 
     def inputs(self, node: Node) -> dict[Value, Placement]:
-        """How the tensors that a node reads are to lie."""
+        """The placement in which a node wants each tensor that it reads."""
         tensors = self.model.tensors(node)
         known = self.sharding.nodes.get(node.name)
         if known is None or len(known[0]) != len(tensors):
@@ -211,7 +211,7 @@ class _Local:
         return self._placements.get(value, I)
 
     def spec(self, spec: TensorSpec, placement: Placement) -> TensorSpec:
-        """What this rank has of a tensor."""
+        """Shape and dtype of this rank's part of a tensor."""
         if not placement.sharded:
             return spec
         shape = list(spec.shape)
@@ -219,11 +219,11 @@ class _Local:
         return TensorSpec(tuple(shape), spec.dtype)
 
     def local(self, size: Dim, placement: Placement) -> Dim:
-        """What this rank has of a dim."""
+        """The size of this rank's part of a dim."""
         return local_size(size, placement.segments, self.sharding.ranks, self.rank)
 
     def emit(self, node: Node) -> Ref:
-        """Put a node at the end; its first result."""
+        """Put a node at the end; returns its first result."""
         self.nodes.append(node)
         return Ref(node.name)
 
@@ -255,7 +255,7 @@ class _Local:
                     self.get(value, target, node)
 
     def get(self, value: Value, target: Placement, reader: Node) -> Value:
-        """A value as it is to lie, converted at the end if it has not been so far."""
+        """A value in a placement; the conversion, if it is the first to it, is put at the end."""
         source = self.placement_of(value)
         if source == target:
             return value

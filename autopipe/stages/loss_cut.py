@@ -124,7 +124,7 @@ class _Cutting:
         return Node(f"whole_loss/clone/{number}", op, (value,), {}, (spec,), False, (), self.place)
 
     def embedding(self, value: Value, number: int) -> Embedding:
-        """How the rows lie in a value that the loss reads.
+        """How one micro-batch's rows are placed in the whole value that the loss reads.
 
         Raises:
             ModelError: the value has no rows and differs between micro-batches; or the order of its

@@ -109,17 +109,12 @@ def lower(
     root = nn.Module()
     _install(root, stage, states)
     emitter = _Emitter(graph, reads, rows, torch.device(device), precision, frozenset(recompute))
-    arguments: list[Value] = [*stage.incoming]
-    arguments += [Input(path) for path in stage.inputs]
     results: list[Arg] = [*stage.outgoing, *(graph.outputs if last else ())]
+    returned = tuple(values_in(tuple(results)))
     runs = runs_of(graph, stage, blocks)
     check_recompute(graph, stage, blocks, recompute)
-    outer, env = fx.Graph(), {}
-    for value in arguments:
-        env[value] = outer.placeholder(_identifier(str(value)))
-        if value in stage.copied:
-            # Written in place below: autograd forbids that on a leaf, and the buffer is not ours.
-            env[value] = outer.call_function(torch.ops.aten.clone.default, (env[value],))
+    outer = fx.Graph()
+    env = _placeholders(outer, stage)
     pieces: dict[str, nn.Module] = {}
     for number, (block, positions) in enumerate(runs):
         nodes = [graph.nodes[p] for p in positions]
@@ -127,21 +122,14 @@ def lower(
             emitter.emit(outer, nodes, env, prefix="")
             continue
         after = [v for _, rest in runs[number + 1 :] for p in rest for v in graph.nodes[p].values()]
-        home = block.module
-        target = in_graph_module(home)
+        target = in_graph_module(block.module)
         path = next_call(target, pieces)  # a module called again, or a block in two pieces
-        piece = emitter.piece(
-            root.get_submodule(target), home, nodes, {*after, *values_in(tuple(results))}
-        )
+        piece = emitter.piece(root.get_submodule(target), block.module, nodes, {*after, *returned})
+        emitter.call_piece(outer, path, piece, env)
         pieces[path] = piece.module
         if block.path in recompute:
             pieces[path] = Recomputed(piece.module, *written_again(graph, block, positions))
-        for value in piece.arguments:
-            emitter.load(outer, value, env, prefix="")
-        call = outer.call_module(path, tuple(env[v] for v in piece.arguments))
-        for position, value in enumerate(piece.results):
-            env[value] = outer.call_function(take, (call, position))
-    for value in values_in(tuple(results)):
+    for value in returned:
         emitter.load(outer, value, env, prefix="")
     outer.output(tuple(emitter.argument(result, env) for result in results))
     # Outer ones first: a method of a block's module may call a block before the module is called.
@@ -153,6 +141,18 @@ def lower(
     nodes = [graph.nodes[position] for position in stage.nodes]
     wide = saves_wide(nodes, precision)
     return Lowered(stage, module, rows, copied(graph, nodes, precision), wide)
+
+
+def _placeholders(outer: fx.Graph, stage: Stage) -> dict[Value, fx.Node]:
+    """Write a stage's arguments: what it receives, then its inputs of the batch."""
+    env: dict[Value, fx.Node] = {}
+    arguments: list[Value] = [*stage.incoming, *map(Input, stage.inputs)]
+    for value in arguments:
+        env[value] = outer.placeholder(_identifier(str(value)))
+        if value in stage.copied:
+            # Written in place later: autograd forbids that on a leaf, and the buffer is not ours.
+            env[value] = outer.call_function(torch.ops.aten.clone.default, (env[value],))
+    return env
 
 
 def parameters_of(module: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
@@ -218,6 +218,16 @@ class _Emitter:
         inner.output(tuple(env[value] for value in results))
         name = "".join(part.capitalize() for part in _identifier(home).split("_"))
         return _Piece(fx.GraphModule(root, inner, class_name=name), tuple(arguments), results)
+
+    def call_piece(
+        self, into: fx.Graph, path: str, piece: _Piece, env: dict[Value, fx.Node]
+    ) -> None:
+        """Write the call of a block's module, and take its results apart."""
+        for value in piece.arguments:
+            self.load(into, value, env, prefix="")
+        call = into.call_module(path, tuple(env[value] for value in piece.arguments))
+        for position, value in enumerate(piece.results):
+            env[value] = into.call_function(take, (call, position))
 
     def emit(
         self, into: fx.Graph, nodes: Sequence[Node], env: dict[Value, fx.Node], prefix: str

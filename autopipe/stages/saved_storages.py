@@ -15,9 +15,10 @@ Strides = tuple[int, ...]
 
 
 class SavedStorages:
-    """What autograd keeps of one stage, storage by storage, as it comes and goes.
+    """Counts the bytes of the storages that autograd saves for one stage, while it saves them.
 
-    Storages of `not_owned_by` are left out: somebody else pays for them.
+    Args:
+        not_owned_by: tensors whose storages do not count here, since they count elsewhere.
 
     Attributes:
         now, most: bytes kept at this moment, and at the fullest since `most` was last set.
@@ -32,7 +33,7 @@ class SavedStorages:
         self._users: Counter[int] = Counter()
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """What autograd is to keep in the place of a tensor; it is kept as long as that lives."""
+        """Count a saved tensor for as long as the result lives, which autograd saves instead."""
         key = storage_key(tensor)
         if key in self._owned:
             return tensor

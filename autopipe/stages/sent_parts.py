@@ -73,11 +73,14 @@ def all_dims(
     ranks: int,
     to: InParts,
 ) -> Dims:
-    """What may go in parts to the stages of `to`: along the dim that is named there, if that
-    divides in this graph too, or else the last that does.
+    """The dims along which tensors may be sent to the stages of `to` in parts.
+
+    The dim is the one that `to` names, if the number of ranks divides it in this graph too, else
+    the last that it divides.
 
     Args:
-        held: the number of ranks.
+        held: the tensors that each rank has whole.
+        ranks: how many ranks share a stage.
     """
     dims = {}
     for stage in stages:

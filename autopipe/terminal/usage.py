@@ -79,7 +79,7 @@ def _plain(message: str) -> str:
 
 
 def _value_of_option(names: Sequence[str], argv: Sequence[str]) -> str | None:
-    """What stands behind an option."""
+    """The word after the first of an option's names, or behind its `=`; None: it is not given."""
     for here, following in zip(argv, [*argv[1:], None], strict=True):
         if here in names:
             return following

@@ -6,5 +6,6 @@ micro-batch; or a `CaptureError` with the user's line.
 Never found here: costs, cuts, shards.
 
 Other rooms use: `source.trace_source`, `.bare`, `.Source`, `trace.Trace`,
-`symbolic_sequence.trace_lengths`, `user_checkpoints.checkpointed_blocks`, `value_guards.check`.
+`symbolic_sequence.trace_lengths`, `.with_tokens`, `user_checkpoints.checkpointed_blocks`,
+`value_guards.check`.
 """

@@ -63,8 +63,14 @@ class Program(nn.Module):
         outputs: whether forward also returns the tensors of the model's outputs, after the loss.
         kept: the 16-bit dtype in which the model computes; None: as its parameters are.
         eager: whether it runs as plain torch does; assignments of buffers then stay assignments.
+        training: whether the model is in training mode.
+        twins: modules whose tensors stand for the model's own where the loss reads them.
+        lines_may_fix_rows: whether lines that fix the number of rows may run as they are.
 
     Attributes:
+        regions: the calls that are ops of a trace (`opaque.regions`); set before a trace.
+
+    The others are findings, which runs of the program add:
         paths: the paths of the model's outputs; set by the first run.
         assigned: pairs of a buffer that the model assigns and the module in whose call it does so;
             each run adds some.
@@ -75,10 +81,7 @@ class Program(nn.Module):
         asks_for_gpus: the user's lines that have asked whether a tensor is on a GPU.
         asks_for_one_row: the user's lines that have asked whether there is one row.
         otherwise: the error if later runs read other values than the first; else None.
-        twins: modules whose tensors stand for the model's own where the loss reads them.
-        regions: the calls that are ops of a trace (`opaque.regions`).
         held_twice: whether forward reads parameters from unregistered places too.
-        lines_may_fix_rows: whether lines that fix the number of rows may run as they are.
     """
 
     def __init__(
@@ -91,8 +94,12 @@ class Program(nn.Module):
         outputs: bool = False,
         kept: SixteenBits | None = None,
         eager: bool = False,
+        training: bool = True,
+        twins: tuple[nn.Module, ...] = (),
+        lines_may_fix_rows: bool = False,
     ) -> None:
         super().__init__()
+        self.training = training  # of the program alone: the model is set by who traces it
         self._eager = eager
         self.model = model
         self.kept = kept
@@ -105,9 +112,9 @@ class Program(nn.Module):
         self.asks_for_gpus: set[str] = set()
         self.asks_for_one_row: set[str] = set()
         self.otherwise: CaptureError | None = None
-        self.twins: tuple[nn.Module, ...] = ()
+        self._given_twins = self.twins = twins
         self.regions: tuple[Running, ...] = ()
-        self.lines_may_fix_rows = False
+        self.lines_may_fix_rows = lines_may_fix_rows
         self._still_real = still_real(model)
         self.held_twice = bool(self._still_real)
         self._registered = dict(model.named_parameters())
@@ -119,6 +126,20 @@ class Program(nn.Module):
         self._tensors = [spec for spec in specs if spec.dtype != "python"]
         states = ((name, tensor, attributes_of(tensor)) for name, tensor in _states(model))
         self._attributes = {name: (tensor, set_) for name, tensor, set_ in states if set_}
+
+    def anew(self, kept: SixteenBits | None) -> Program:
+        """The program in other dtypes, without regions and without findings."""
+        return Program(
+            self.model,
+            self.batch,
+            self.loss,
+            self.specs,
+            outputs=self._with_outputs,
+            kept=kept,
+            training=self.training,
+            twins=self._given_twins,
+            lines_may_fix_rows=self.lines_may_fix_rows,
+        )
 
     def forward(self, *tensors: Tensor) -> Any:
         for name, tensor in _states(self.model) if self._attributes else ():
@@ -157,13 +178,13 @@ class Program(nn.Module):
 
     @contextmanager
     def _either_way(self) -> Iterator[list[bool]]:
-        """What holds of a trace and of an eager run; gives whether the model asks for others."""
+        """Within, what traces and eager runs share holds; gives the questions for other ranks."""
         loss = with_loss(self.model, self.loss)
         with loss, one_process() as asked, not_compiling(), flex_attention.written_out():
             yield asked
 
     def _asked(self, rows: Any, question: torch.SymBool, answer: bool, frame: FrameType) -> None:
-        """Note the line of a question about the rows to which one row is another answer."""
+        """Note the line of a question about the rows whose answer is another one for one row."""
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == EXPANDS:
             return
         asked = expression(question)

@@ -113,6 +113,13 @@ def handed_back(node: fx.Node) -> fx.Node | None:
     return same
 
 
+def is_fresh_constant(nodes: Sequence[Node], arg: Arg) -> bool:
+    """Whether an argument is the copy of a constant that the last of the nodes makes."""
+    if not nodes or not isinstance(arg, Ref):
+        return False
+    return nodes[-1].name == arg.node and nodes[-1].op == "aten.lift_fresh_copy.default"
+
+
 def names_by_identity(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Every name of a parameter or buffer -> all names of that tensor, the first one in front."""
     names: dict[int, list[str]] = {}

@@ -26,6 +26,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputSpec as ArgumentSpec
 
 from autopipe.frontend import user_lines
 from autopipe.frontend.refusals import depends_on_values, takes_a_number
@@ -55,6 +56,7 @@ from autopipe.tracing.exported_nodes import (
     constant_of,
     drawn_without_gradient,
     handed_back,
+    is_fresh_constant,
     is_whole_slice,
     kind_of,
     live_nodes,
@@ -107,65 +109,80 @@ def convert(
 
 @dataclass
 class _Converter:
+    """A graph under construction.
+
+    Attributes:
+        lent: kind and name of the states of twins, by storage.
+        ordinals: how many nodes have each scope and op.
+        symbols: export's symbols for sizes -> those of the batch's description.
+        spans: the nodes of each block that others equal (`tracing.stubs`), by number.
+        again: the text of the user's checkpoint around the next nodes; "": none.
+        grad: "on" or "off", if a mark has said so of the next nodes' gradients.
+    """
+
     exported: torch.export.ExportedProgram
     model: nn.Module
     specs: Sequence[InputSpec]
     lent: Mapping[int, tuple[str, str]]
+    inputs: dict[str, TensorSpec] = field(default_factory=dict)
+    states: dict[str, StateSpec] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     ordinals: Counter[tuple[str, str]] = field(default_factory=Counter)
     symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
-    states: dict[str, StateSpec] = field(default_factory=dict)
     spans: dict[int, Span] = field(default_factory=dict)
     again: str = ""
     grad: str = ""
 
+    def __post_init__(self) -> None:
+        self._aliases = names_by_identity(self.model)
+        self._saved = self.model.state_dict().keys()
+
     def convert(self) -> Graph:
-        inputs: dict[str, TensorSpec] = {}
-        states = self.states
-        constants: dict[str, Tensor] = {}
-        values: dict[str, Value] = {}
-        aliases = names_by_identity(self.model)
-        persistent = self.model.state_dict().keys()
-        placeholders = {n.name: n for n in self.exported.graph.nodes if n.op == "placeholder"}
+        signature, nodes = self.exported.graph_signature, self.exported.graph.nodes
+        placeholders = {node.name: node for node in nodes if node.op == "placeholder"}
         tensors = iter([spec for spec in self.specs if spec.dtype != "python"])
-        for spec in self.exported.graph_signature.input_specs:
+        env: dict[fx.Node, Any] = {}
+        for spec in signature.input_specs:
             placeholder = placeholders[spec.arg.name]
             if spec.kind is InputKind.USER_INPUT:
-                described, tensor = next(tensors), placeholder.meta["val"]
-                self._name_symbols(described, tensor)
-                inputs[described.path] = self._spec(tensor)
-                values[placeholder.name] = Input(described.path)
-                continue
-            assert spec.target is not None
-            name = spec.target.removeprefix("model.")
-            kind = kind_of(self.exported, spec)
-            if kind == "constant":
-                constant = constant_of(self.exported, spec.target, placeholder)
-                kind, name = self.lent.get(storage_key(constant)) or (
-                    "constant",
-                    self._name_constant(name),
-                )
-                if kind == "constant":
-                    constants[name] = constant
-            name, *others = aliases.get(name, (name,))
-            tensor = placeholder.meta["val"]
-            trainable = kind == "parameter" and self.model.get_parameter(name).requires_grad
-            states[name] = StateSpec(
-                self._spec(tensor), kind, trainable, tuple(others), name in persistent
-            )
-            values[placeholder.name] = State(name)
-        env = {placeholders[name]: value for name, value in values.items()}
+                env[placeholder] = self._input(next(tensors), placeholder)
+            else:
+                env[placeholder] = self._state(spec, placeholder)
         results = self._inline(self.exported.graph_module, env, _Region())
-        positions = [
-            position
-            for position, spec in enumerate(self.exported.graph_signature.output_specs)
+        outputs = tuple(
+            result
+            for result, spec in zip(results, signature.output_specs, strict=True)
             if spec.kind is OutputKind.USER_OUTPUT
-        ]
-        outputs = tuple(results[position] for position in positions)
-        nodes = live_nodes(self.nodes, outputs)
-        used = {v.name for n in nodes for v in n.values() if isinstance(v, State)}
-        states = {name: state for name, state in states.items() if name in used}
-        return Graph(inputs, states, nodes, outputs, constants)
+        )
+        live = live_nodes(self.nodes, outputs)
+        used = {v.name for n in live for v in n.values() if isinstance(v, State)}
+        states = {name: state for name, state in self.states.items() if name in used}
+        return Graph(self.inputs, states, live, outputs, self.constants)
+
+    def _input(self, described: InputSpec, placeholder: fx.Node) -> Input:
+        tensor = placeholder.meta["val"]
+        self._name_symbols(described, tensor)
+        self.inputs[described.path] = self._spec(tensor)
+        return Input(described.path)
+
+    def _state(self, spec: ArgumentSpec, placeholder: fx.Node) -> State:
+        """Note a parameter, a buffer or a constant."""
+        assert spec.target is not None
+        name, kind = spec.target.removeprefix("model."), kind_of(self.exported, spec)
+        if kind == "constant":
+            constant = constant_of(self.exported, spec.target, placeholder)
+            own = self.lent.get(storage_key(constant))
+            if own is None:
+                name = self._name_constant(name)
+                self.constants[name] = constant
+            else:
+                kind, name = own
+        name, *others = self._aliases.get(name, (name,))
+        trainable = kind == "parameter" and self.model.get_parameter(name).requires_grad
+        look = self._spec(placeholder.meta["val"])
+        self.states[name] = StateSpec(look, kind, trainable, tuple(others), name in self._saved)
+        return State(name)
 
     def _inline(
         self, module: fx.GraphModule, env: dict[fx.Node, Any], region: _Region
@@ -187,7 +204,7 @@ class _Converter:
             return env[node.args[0]][node.args[1]]  # type: ignore[index]
         value = node.meta.get("val")
         if isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool):
-            return self._scalar(value, node)
+            return value if isinstance(value, int | float) else self._dim(value, node)
         name = str(target)
         if name.startswith(_DROPPED):
             return None
@@ -197,8 +214,11 @@ class _Converter:
         scopes = scopes_of(node) or region.scopes
         if name in (BEGIN, END, STAND_IN):
             return self._stand_in(name, args[0], int(args[1]), scopes)
-        if name in (MARK, GRAD):
-            setattr(self, "again" if name == MARK else "grad", str(args[1]))
+        if name == MARK:
+            self.again = str(args[1])
+            return None
+        if name == GRAD:
+            self.grad = str(args[1])
             return None
         if region.autocast is not None and self.grad:
             region = replace(region, grad=self.grad == "on")
@@ -209,7 +229,7 @@ class _Converter:
             args = tuple(n != "sparse" and arg for n, arg in zip(names, args, strict=False))
         check_op(node)
         kwargs = {key: self._arg(arg, env) for key, arg in node.kwargs.items()}
-        if name == "aten.detach_.default" and self._is_fresh_constant(args[0]):
+        if name == "aten.detach_.default" and is_fresh_constant(self.nodes, args[0]):
             return args[0]
         result = self._append(node, name, args, kwargs, scopes, region)
         same = None if region.grad else handed_back(node)
@@ -232,16 +252,16 @@ class _Converter:
         place = user_lines.of_trace(node.stack_trace)
         self.nodes.append(
             Node(
-                name,
-                op,
-                args,
-                kwargs,
-                outputs,
-                packed,
-                scopes,
-                place,
-                region.grad,
-                region.autocast,
+                name=name,
+                op=op,
+                args=args,
+                kwargs=kwargs,
+                outputs=outputs,
+                packed=packed,
+                scopes=scopes,
+                place=place,
+                grad=region.grad,
+                autocast=region.autocast,
                 again=self.again,
             )
         )
@@ -285,19 +305,6 @@ class _Converter:
             for placeholder, operand in zip(placeholders, operands, strict=True)
         }
         return self._inline(graph_module, inner, region)
-
-    def _scalar(self, value: Any, node: fx.Node) -> Any:
-        if isinstance(value, bool | int | float):
-            return value
-        return self._dim(value, node)
-
-    def _is_fresh_constant(self, arg: Arg) -> bool:
-        return (
-            isinstance(arg, Ref)
-            and bool(self.nodes)
-            and self.nodes[-1].name == arg.node
-            and self.nodes[-1].op == "aten.lift_fresh_copy.default"
-        )
 
     def _arg(self, arg: Any, env: Mapping[fx.Node, Any]) -> Any:
         if isinstance(arg, fx.Node):

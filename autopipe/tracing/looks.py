@@ -47,9 +47,9 @@ def look(
     program: Program,
     leaves: Mapping[str, Any],
     specs: Sequence[InputSpec],
-    others: Others | None = None,
-    *,
     within: Within,
+    *,
+    others: Others | None = None,
     real: Callable[[], nn.Module] | None,
     numbers: bool = False,
     dtypes_first: bool = False,
@@ -57,8 +57,8 @@ def look(
     """Run `program` on real inputs, and record the values that Python reads.
 
     Args:
-        others: makes other rows, for which Python has to read the same values.
         within: makes the `with` block for a run; called for the first run and for a second one.
+        others: makes other rows, for which Python has to read the same values.
         real: builds the model with its weights, for a read that depends on one; None: cannot.
         numbers: as for `value_guards.record`.
         dtypes_first: whether to raise `DtypesDiffer` before weights are made.
@@ -70,22 +70,22 @@ def look(
         CaptureError: a read cannot be answered; the message names the user's line.
     """
     with _surroundings():
-        look = _Look(program, tensors_of(leaves, specs), numbers, others)
-        return _record(look, within, real, dtypes_first=dtypes_first)
+        runs = _RunsOfALook(program, tensors_of(leaves, specs), numbers, others)
+        return _record(runs, within, real, dtypes_first=dtypes_first)
 
 
 def glance(
-    program: Program, leaves: Mapping[str, Any], specs: Sequence[InputSpec], *, within: Within
+    program: Program, leaves: Mapping[str, Any], specs: Sequence[InputSpec], within: Within
 ) -> tuple[Read, ...]:
     """The reads of one run of a `program` that was looked at when it was planned.
 
     Raises:
         Exception: a read depends on a parameter, or the model's code fails without values.
     """
-    look = _Look(program, tensors_of(leaves, specs), numbers=False, others=None)
+    runs = _RunsOfALook(program, tensors_of(leaves, specs), numbers=False, others=None)
     with _surroundings(), quiet(), Generators().restored(), caches_put_back(*program.parts):
         with restoring(*program.parts), as_before(*program.parts):
-            return look.again(within)
+            return runs.again(within)
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def _surroundings() -> Iterator[None]:
 
 
 @dataclass
-class _Look:
+class _RunsOfALook:
     """Runs of a program on real inputs, whose reads are recorded.
 
     `numbers` is as for `value_guards.record`, `others` as for `look`.
@@ -187,9 +187,7 @@ class _Look:
             record(run, run, numbers=self.numbers, expected=found, taint=taint)
         except (OtherBranch, ReadsParameter):
             raise
-        except (
-            Exception
-        ):  # a user's model that fails on these rows fails in the run, with its error
+        except Exception:  # a model that fails on these rows fails in the run, with its error
             return
 
     def again(
@@ -273,17 +271,18 @@ class DtypesDiffer(CaptureError):
 
 
 def _record(
-    look: _Look,
+    runs: _RunsOfALook,
     within: Within,
     real: Callable[[], nn.Module] | None,
     *,
     dtypes_first: bool,
 ) -> tuple[Read, ...]:
-    program, tensors = look.program, look.tensors
+    """The reads of runs with fake parameters or, where these do not do, with weights; as `look`."""
+    program, tensors = runs.program, runs.tensors
     why: Exception
     try:
         with quiet(), Generators().restored(), caches_put_back(*program.parts):
-            return look.reads(within)
+            return runs.reads(within)
     except (ModelError, NeedsNumbers):
         raise
     except DynamicOutputShapeException as error:
@@ -306,9 +305,9 @@ def _record(
             if program.model.training != program.training:
                 program.model.train(program.training)
             try:
-                return look.reads(nullcontext)
+                return runs.reads(nullcontext)
             except NeedsNumbers:
-                return replace(look, numbers=True).reads(nullcontext)
+                return replace(runs, numbers=True).reads(nullcontext)
     except AutopipeError:
         raise
     except Exception as error:  # whatever the model's own code raises, or torch where one looks
@@ -322,9 +321,7 @@ def _record(
 def _goes_well(program: Program, tensors: Sequence[Tensor]) -> bool:
     """Whether a model with its weights runs if no mode watches its calls."""
     plain = Program(
-        *(program.model, program.batch, program.loss, program.specs),
-        kept=program.kept,
-        eager=True,
+        program.model, program.batch, program.loss, program.specs, kept=program.kept, eager=True
     )
     with restoring(*program.parts), torch.random.fork_rng(devices=[]):
         try:

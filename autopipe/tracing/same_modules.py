@@ -17,11 +17,11 @@ values, so it has taken the same branches. Sizes are those of the example; a for
 same for both modules, since its inputs are: code, shapes of arguments and parameters, attributes.
 
 For the same reason not every sibling has to run. Once two siblings were alike, a third one that
-finds the same arguments, globals and attributes is foretold: it does not run, and returns tensors
+finds the same arguments, globals and attributes is skipped: it does not run, and returns tensors
 that look like theirs. So a deep model takes the time of a short one. Siblings 1, 2, 4, 8 ... and
-the last one always run; in a later run of the model the first two and the last. If one of them does
-something else than was foretold (a layer that asks an iterator), the model runs again without
-foretelling.
+the last one always run; in a later run of the model the first two and the last. If one of these
+turns out unlike a sibling that began as it did (a layer that asks an iterator), the skipped ones
+may be unlike too, and the model runs again without skipping any.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -40,27 +40,31 @@ from torch.overrides import TorchFunctionMode
 from autopipe.eager.frozen import INTERNAL
 from autopipe.ir.torch_patches import watching_attributes
 from autopipe.ir.torch_private import no_function_modes
+from autopipe.planfile.parts import Read
+from autopipe.tracing.looks import Within
 from autopipe.tracing.module_calls import ModuleCall
 from autopipe.tracing.module_makes import alike_siblings, candidates_of
 from autopipe.util import shortcuts
+
+Looked = TypeVar("Looked")
 
 
 class Likeness:
     """Compares the calls of siblings during a run, and has the result after it.
 
     Args:
-        foretell: whether siblings may be foretold instead of running.
+        skip: whether siblings may be skipped.
         later: whether the model has been looked at before, so that fewer siblings have to run.
 
     Attributes:
         alike: the path of a module -> that of the first sibling that it equals.
         candidates: the modules that are compared, by path, each with its make.
-        misled: whether a sibling was foretold wrongly: `alike` must not be used.
+        wrongly_skipped: whether a sibling may have been skipped wrongly: do not use `alike` then.
     """
 
-    def __init__(self, model: nn.Module, *, foretell: bool = True, later: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, skip: bool = True, later: bool = False) -> None:
         self.alike: dict[str, str] = {}
-        self.misled = False
+        self.wrongly_skipped = False
         self.running: ModuleCall | None = None
         self.candidates = candidates_of(model) if shortcuts.on("same modules") else {}
         self._owners = {
@@ -70,9 +74,9 @@ class Likeness:
             if inner is not module
         }
         self._calls: dict[str, list[Hashable]] = defaultdict(list)
-        self._foretell = foretell
+        self._skip = skip
         self._later = later
-        self._foretold = 0
+        self._skipped = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -138,22 +142,22 @@ class Likeness:
                 known.proved = True
             elif call.tree is not None:
                 kinds.append(call)
-            if self._foretell and call.likely and known not in call.likely:
-                self._foretell = False
-                self.misled = self._foretold > 0
+            if self._skip and call.likely and known not in call.likely:
+                self._skip = False
+                self.wrongly_skipped = self._skipped > 0
 
         return end
 
     def _forward(
         self, module: nn.Module, kinds: list[ModuleCall], must_run: bool
     ) -> Callable[..., Any]:
-        """A forward for a module: foretold by a sibling if it can be, unless it `must_run`."""
+        """A forward for a module: it is skipped if it can be, unless it `must_run`."""
         original = module.forward
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             call, self.running = self.running, None  # reads of attributes here are not the module's
-            if self._foretell and call is not None and call.module is module:
+            if self._skip and call is not None and call.module is module:
                 with no_function_modes():
                     call.likely = [kind for kind in kinds if call.begins_like(kind)]
                     likely = call.likely[0] if len(call.likely) == 1 and not must_run else None
@@ -161,7 +165,7 @@ class Likeness:
                         likely.results_like() if likely is not None and likely.proved else None
                     )
                 if likely is not None and results is not None:
-                    self._foretold += 1
+                    self._skipped += 1
                     self.running = call
                     return call.take_over(likely, results)
             self.running = call
@@ -203,6 +207,64 @@ class Likeness:
 
         with watching_attributes(reading, changing, removing):
             yield
+
+
+def with_alike(
+    model: nn.Module, looked: Callable[[Within], Looked]
+) -> tuple[Looked, Mapping[str, str]]:
+    """The result of a look at a model, and the modules that are alike in the look's first run.
+
+    If a sibling may have been skipped wrongly, the look is made again without skipping any.
+
+    Args:
+        looked: looks at the model; takes what makes the `with` block of each run of it.
+    """
+    result, likeness = _looked(model, looked, skip=True)
+    if likeness.wrongly_skipped:
+        result, likeness = _looked(model, looked, skip=False)
+    return result, likeness.alike
+
+
+def alike_if_read(
+    model: nn.Module, glanced: Callable[[Within], Sequence[Read]], reads: Sequence[Read]
+) -> Mapping[str, str]:
+    """The modules that are alike in one run; none if Python reads other values in it.
+
+    Args:
+        glanced: runs the model; takes what makes the `with` block of the run.
+        reads: the values that Python read when the model was planned.
+    """
+    for skip in (True, False):
+        likeness = Likeness(model, skip=skip)
+        if not likeness.candidates:
+            break
+        try:
+            found = glanced(likeness.watching)
+        except Exception:  # whatever the user's model raises: the trace that follows says it
+            break
+        if [*map(_answer, found)] != [*map(_answer, reads)]:
+            break
+        if not likeness.wrongly_skipped:
+            return likeness.alike
+    return {}
+
+
+def _answer(read: Read) -> tuple[str, str]:
+    """A read's kind and, if it is checked, its value as text, in which nan equals nan."""
+    return read.kind, repr(read.value) if read.checked else ""
+
+
+def _looked(
+    model: nn.Module, looked: Callable[[Within], Looked], *, skip: bool
+) -> tuple[Looked, Likeness]:
+    """The result of a look, and the likenesses that its first run has found."""
+    runs: list[Likeness] = []  # the first run, and a second one that is compared with it
+
+    def within() -> AbstractContextManager[None]:
+        runs.append(Likeness(model, skip=skip, later=bool(runs)))
+        return runs[-1].watching()
+
+    return looked(within), runs[0]
 
 
 class _Log(TorchFunctionMode):

@@ -42,7 +42,7 @@ class BlocksDiffer(Exception):
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Result:
     """Shape and dtype of a result of the first block; sizes may be symbols."""
 
     shape: tuple[Any, ...]
@@ -51,7 +51,7 @@ class _Look:
     device: torch.device
 
 
-_results: dict[int, list[_Look]] = {}
+_results: dict[int, list[_Result]] = {}
 """The results of each block by its number, during an export: ops cannot take them as arguments."""
 
 
@@ -84,8 +84,8 @@ def _(tensors: list[Tensor], number: int) -> None:
 @stand_in_op.register_fake
 def _(tensors: list[Tensor], number: int) -> list[Tensor]:
     return [
-        torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=look.device)
-        for look in _results[number]
+        torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
+        for like in _results[number]
     ]
 
 
@@ -125,7 +125,7 @@ def _forward(
         begin_op(given, number)
         output = original(*args, **kwargs)
         new = [t for t in distinct_tensors(output) if not any(t is tensor for tensor in given)]
-        _results[number] = [_Look(tuple(t.shape), t.stride(), t.dtype, t.device) for t in new]
+        _results[number] = [_Result(tuple(t.shape), t.stride(), t.dtype, t.device) for t in new]
         carrying = tuple(tensor.requires_grad for tensor in new)
         firsts.append(_First(number, described, parts_of(output, [*given, *new]), carrying))
         end_op(new, number)

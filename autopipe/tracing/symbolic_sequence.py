@@ -18,13 +18,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import sympy
 from torch import Tensor, nn
 
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import row_length
 from autopipe.frontend.loss import Loss
-from autopipe.ir.graph import SEQUENCE
+from autopipe.ir.graph import SEQUENCE, Arg, Graph, TensorSpec, at_sequence
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.low_precision import SixteenBits
 from autopipe.tracing.source import Source, bare, trace_source
@@ -44,6 +45,32 @@ class Lengths:
     trace: Trace
     longest: int | None
     why: str = ""
+
+
+def with_tokens(graph: Graph, length: int) -> Graph:
+    """A graph with s = `length` tokens, so that the rows are its only symbol."""
+
+    def inside(arg: Arg) -> Any:
+        if isinstance(arg, tuple) and not hasattr(arg, "_fields"):
+            return tuple(inside(item) for item in arg)
+        return at_sequence(arg, length) if isinstance(arg, sympy.Basic) else arg
+
+    def spec(known: TensorSpec) -> TensorSpec:
+        return TensorSpec(tuple(at_sequence(dim, length) for dim in known.shape), known.dtype)
+
+    return replace(
+        graph,
+        inputs={path: spec(known) for path, known in graph.inputs.items()},
+        nodes=tuple(
+            replace(
+                node,
+                args=inside(node.args),
+                kwargs={key: inside(arg) for key, arg in node.kwargs.items()},
+                outputs=tuple(known and spec(known) for known in node.outputs),
+            )
+            for node in graph.nodes
+        ),
+    )
 
 
 def trace_lengths(
@@ -123,7 +150,7 @@ class AtLengths:
             self._symbolic = _symbolic(self._run, self._example, self._specs, longest)
         found = self._symbolic
         if found is not None and found.longest is not None and 2 <= length <= found.longest:
-            graph = found.trace.graph.at_sequence(length)
+            graph = with_tokens(found.trace.graph, length)
             return replace(found.trace, graph=graph, inputs=tuple(specs))
         try:
             return self._run(rows, specs)

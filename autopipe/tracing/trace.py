@@ -7,8 +7,9 @@ model, batch --look--> reads, equal modules --capture--> ExportedProgram --conve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from autopipe.frontend import refusals
 from autopipe.frontend.loss import Loss, check_arguments
 from autopipe.ir import check
 from autopipe.ir.graph import SEQUENCE, Graph
-from autopipe.opaque.regions import known, named
+from autopipe.opaque.regions import registered, with_region_names
 from autopipe.opaque.search import with_regions
 from autopipe.opaque.trees import NotPlain
 from autopipe.planfile.parts import InputSpec, Read
@@ -41,7 +42,7 @@ from autopipe.tracing.low_precision import (
     with_masters,
 )
 from autopipe.tracing.measuring import Measuring
-from autopipe.tracing.same_modules import Likeness
+from autopipe.tracing.same_modules import alike_if_read, with_alike
 from autopipe.tracing.stubs import BlocksDiffer
 from autopipe.tracing.value_guards import NeedsNumbers
 from autopipe.util.progress import Say
@@ -139,36 +140,28 @@ def trace(
     if training:
         for module in (model, *([] if original is None else [original])):
             refused_effects.check_model(module)
-    say = say or (lambda line: None)
-    # A buffer may be read in 16 bits instead: making weights takes many times as long as a look.
-    dtypes_first = kept is not None
-    while True:
-        program = Program(model, batch, loss, specs, outputs=outputs, kept=kept)
-        program.twins = () if original is None else (original,)
-        program.training = training
-        program.lines_may_fix_rows = lines_may_fix_rows
-        tracing = _Tracing(
-            *(program, leaves, tuple(specs), tuple(regions), symbolic, kept, say),
-            others and (lambda: tensors_of(batches.flatten(others()), specs)),
-            dtypes_first,
-        )
-        try:
-            with parameters_in(model, kept):
-                return tracing.recorded(real) if reads is None else tracing.replayed(reads)
-        except CaptureError as error:
-            meeting = tracing.meetings()
-            if not meeting and isinstance(error, DtypesDiffer):
-                dtypes_first = False
-                continue
-            if kept is None or not meeting:
-                raise
-            kept = kept._replace(buffers=(*kept.buffers, *meeting))
-            say(read_low(meeting, kept.dtype))
-
-
-def _answer(read: Read) -> tuple[str, str]:
-    """A read's kind and, if it is checked, its value as text, in which nan equals nan."""
-    return read.kind, repr(read.value) if read.checked else ""
+    tracing = _Tracing(
+        program=Program(
+            model,
+            batch,
+            loss,
+            specs,
+            outputs=outputs,
+            kept=kept,
+            training=training,
+            twins=() if original is None else (original,),
+            lines_may_fix_rows=lines_may_fix_rows,
+        ),
+        leaves=leaves,
+        specs=tuple(specs),
+        regions=tuple(regions),
+        symbolic=symbolic,
+        say=say or (lambda line: None),
+        others=others and (lambda: tensors_of(batches.flatten(others()), specs)),
+        # A buffer may be read in 16 bits instead: making weights takes far longer than a look.
+        dtypes_first=kept is not None,
+    )
+    return tracing.traced(real, reads)
 
 
 @dataclass(frozen=True)
@@ -177,6 +170,11 @@ class _Tracing:
 
     A look is a run of the whole model on real inputs: it records the values that Python reads, and
     finds equal modules. The export then runs one of the equal modules, and stubs for the others.
+
+        traced -> recorded -> with_regions -> _recorded -> compared         look: reads, alike
+               |                                        -> with_stand_ins -> export
+               -> replayed -> alike_if_read                                 glance: alike
+                           -> with_stand_ins -> export                      stubs, or in full
     """
 
     program: Program
@@ -184,15 +182,38 @@ class _Tracing:
     specs: tuple[InputSpec, ...]
     regions: tuple[Region, ...]
     symbolic: bool
-    kept: SixteenBits | None
     say: Say
     others: Others | None
     dtypes_first: bool
 
+    @property
+    def kept(self) -> SixteenBits | None:
+        """How the model is trained in 16 bits; None: in the dtypes that it is built with."""
+        return self.program.kept
+
+    def traced(self, real: Callable[[], nn.Module] | None, reads: Sequence[Read] | None) -> Trace:
+        """The trace; again, with some buffers read in 16 bits, if activations meet them in fp32."""
+        program = self.program
+        try:
+            with parameters_in(program.model, self.kept):
+                return self.recorded(real) if reads is None else self.replayed(reads)
+        except CaptureError as error:
+            meeting = self.meetings()
+            if self.kept is not None and meeting:
+                low = self.kept._replace(buffers=(*self.kept.buffers, *meeting))
+                self.say(read_low(meeting, low.dtype))
+                again = replace(self, program=program.anew(kept=low))
+            elif isinstance(error, DtypesDiffer):
+                again = replace(self, program=program.anew(kept=self.kept), dtypes_first=False)
+            else:
+                raise
+        return again.traced(real, reads)
+
     def use(self, regions: Sequence[Region]) -> None:
         """Make these calls ops of the trace."""
         program = self.program
-        program.regions = known(regions, program.model, program.loss, training=program.training)
+        given = program.model, program.loss
+        program.regions = registered(regions, *given, training=program.training)
 
     def recorded(self, real: Callable[[], nn.Module] | None) -> Trace:
         """The trace, with the reads of a first run, and with regions where it needs them."""
@@ -232,24 +253,8 @@ class _Tracing:
     def replayed(self, reads: Sequence[Read]) -> Trace:
         """The trace with an earlier one's reads."""
         self.use(self.regions)
-        return self.with_stand_ins(reads, self.alike_as_planned(reads))
-
-    def alike_as_planned(self, reads: Sequence[Read]) -> Mapping[str, str]:
-        """The modules that are alike in one run; none if the run's reads differ from `reads`."""
-        program = self.program
-        for foretell in (True, False):
-            likeness = Likeness(program.model, foretell=foretell)
-            if not likeness.candidates:
-                break
-            try:
-                found = glance(program, self.leaves, self.specs, within=likeness.watching)
-            except Exception:  # whatever the user's model raises: the trace that follows says it
-                break
-            if [*map(_answer, found)] != [*map(_answer, reads)]:
-                break
-            if not likeness.misled:
-                return likeness.alike
-        return {}
+        glanced = partial(glance, self.program, self.leaves, self.specs)
+        return self.with_stand_ins(reads, alike_if_read(self.program.model, glanced, reads))
 
     def with_stand_ins(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
         """Try to export with stubs for equal modules; fall back to a full export.
@@ -269,26 +274,17 @@ class _Tracing:
         self, real: Callable[[], nn.Module] | None, *, numbers: bool = False
     ) -> tuple[tuple[Read, ...], Mapping[str, str]]:
         """The values that Python reads in a run, and the modules that are alike."""
-        program, leaves, specs = self.program, self.leaves, self.specs
-        for foretell in (True, False):
-            proofs: list[Likeness] = []  # of the first run, and of a second one that is compared
-
-            def within(
-                proofs: list[Likeness] = proofs, foretell: bool = foretell
-            ) -> AbstractContextManager[object]:
-                proofs.append(Likeness(program.model, foretell=foretell, later=bool(proofs)))
-                return proofs[-1].watching()
-
-            reads = look(
-                *(program, leaves, specs, self.others),
-                within=within,
-                real=real,
-                numbers=numbers,
-                dtypes_first=self.dtypes_first,
-            )
-            if not proofs[0].misled:
-                break
-        return reads, proofs[0].alike
+        looked = partial(
+            look,
+            self.program,
+            self.leaves,
+            self.specs,
+            others=self.others,
+            real=real,
+            numbers=numbers,
+            dtypes_first=self.dtypes_first,
+        )
+        return with_alike(self.program.model, looked)
 
     def meetings(self) -> list[str]:
         """The fp32 buffers that meet activations of 16 bits in a run, which may end early."""
@@ -296,7 +292,7 @@ class _Tracing:
             return []
         found = Meetings(self.program.model, self.kept.dtype)
         with suppress(Exception), parameters_in(self.program.model, self.kept):
-            glance(self.program, self.leaves, self.specs, within=lambda: found)
+            glance(self.program, self.leaves, self.specs, lambda: found)
         return [name for name in found.names() if name not in self.kept.buffers]
 
     def captured(
@@ -307,7 +303,9 @@ class _Tracing:
         try:
             with caches_put_back(*program.parts):
                 return capture(
-                    *(program, self.leaves, self.specs),
+                    program,
+                    self.leaves,
+                    self.specs,
                     reads=reads,
                     alike=alike,
                     symbolic=self.symbolic,
@@ -328,7 +326,7 @@ class _Tracing:
             raise program.otherwise
         assigned = dict(program.assigned).keys()
         graph = convert(exported, program.model, self.specs, program.twins, assigned)
-        graph = named(graph, program.regions)
+        graph = with_region_names(graph, program.regions)
         if program.training:
             graph = check.after("results of checkpoints", with_own_results(graph))
             graph = check.after("second writes", with_second_writes(graph, assigned))
@@ -337,7 +335,15 @@ class _Tracing:
             check_followers(graph, self.kept.dtype)
             graph = with_masters(graph, self.kept)
         regions = tuple(running.region for running in graph.regions.values())
-        rows = None if self.symbolic else batches.rows_of(self.specs, self.leaves)
-        asks = tuple(sorted(program.asks_for_gpus)), tuple(sorted(program.asks_for_one_row))
-        found = program.paths, program.unsteady, regions
-        return Trace(graph, self.specs, tuple(reads), *found, rows, *asks, self.kept)
+        return Trace(
+            graph=graph,
+            inputs=self.specs,
+            reads=tuple(reads),
+            outputs=program.paths,
+            unsteady=program.unsteady,
+            regions=regions,
+            rows=None if self.symbolic else batches.rows_of(self.specs, self.leaves),
+            asks_for_gpus=tuple(sorted(program.asks_for_gpus)),
+            asks_for_one_row=tuple(sorted(program.asks_for_one_row)),
+            kept=self.kept,
+        )

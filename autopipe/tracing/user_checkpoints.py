@@ -99,7 +99,7 @@ def marking() -> Iterator[None]:
 
 
 def _until(hooks: saved_tensors_hooks) -> Until:
-    """How far a function runs again, by the hooks of its checkpoint."""
+    """How far backward runs a checkpointed function again, read from the checkpoint's hooks."""
     if asked_reentrant.get():
         return "end"
     stops_early, in_a_context = second_run_of(hooks.pack_hook)

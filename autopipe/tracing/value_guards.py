@@ -48,19 +48,15 @@ class ReadsParameter(Exception):
 
 class NeedsNumbers(Exception):
     """Raised where the model fails on a `logged_reads.PlaceholderNumber`, or runs other layers when
-    it shows another number."""
-
-
-def _truth(tensor: Tensor) -> bool:
-    return bool(tensor)
+    the placeholder shows another number."""
 
 
 _READERS: Mapping[str, Callable[[Tensor], Any]] = {
-    "__bool__": _truth,
-    "is_nonzero": _truth,
-    "__contains__": _truth,
-    "equal": _truth,
-    "allclose": _truth,
+    "__bool__": bool,
+    "is_nonzero": bool,
+    "__contains__": bool,
+    "equal": bool,
+    "allclose": bool,
     "__int__": int,
     "__index__": int,
     "__float__": float,
@@ -74,8 +70,7 @@ def _subject(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tenso
     """The tensor whose value a read returns; for `x in t` it is `(t == x).any()`."""
     first: Tensor = args[0]
     if name == "__contains__":
-        found: Tensor = (first == args[1]).any()
-        return found
+        return torch.any(first == args[1])
     if name == "equal":
         # The dims first: sizes of unlike tensors must not be compared, the batch may be among them.
         alike = first.ndim == args[1].ndim and first.shape == args[1].shape
@@ -150,8 +145,7 @@ class _Recording(TorchFunctionMode):
         self.reads: list[Read] = []
         self.refused: Uncaptured | None = None
         self._expected, self._shown, self._unlike = expected, shown, unlike
-        self._tainted = tainted
-        self._numbers = numbers
+        self._tainted, self._numbers = tainted, numbers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -234,15 +228,7 @@ def record(
             with lists_as_one_read(), taint, recording:
                 run()
             if any(not read.checked for read in recording.reads):
-                # A number may be kept for the next call, and used there; or a text choose a layer.
-                layers = []
-                for shown in logged_reads.SHOWN:
-                    seeing = _Recording(taint, numbers, shown=shown)
-                    with lists_as_one_read(), taint, seeing, logged_reads.LayersUsed() as in_run:
-                        again()
-                    layers.append(in_run.calls)
-                if any(calls != layers[0] for calls in layers):
-                    raise NeedsNumbers
+                _check_unused(again, taint, numbers=numbers)
         except (AutopipeError, ReadsParameter, NeedsNumbers):
             raise
         except DataDependentOutputException as error:
@@ -254,6 +240,21 @@ def record(
                 raise NeedsNumbers from error
             raise
     return tuple(recording.reads)
+
+
+def _check_unused(again: Callable[[], object], taint: Taint, *, numbers: bool) -> None:
+    """Raise `NeedsNumbers` if numbers that a run reads and does not use decide what runs later.
+
+    One may be kept for the next call, and used there; or its text may choose a layer.
+    """
+    layers = []
+    for shown in logged_reads.SHOWN:
+        seeing = _Recording(taint, numbers, shown=shown)
+        with lists_as_one_read(), taint, seeing, logged_reads.LayersUsed() as in_run:
+            again()
+        layers.append(in_run.calls)
+    if any(calls != layers[0] for calls in layers):
+        raise NeedsNumbers
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def resting() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Within, the collector is paused; afterwards it is enabled if it was before."""
     searching = gc.isenabled()
     gc.disable()
@@ -34,7 +34,7 @@ def loading() -> Iterator[None]:
     Otherwise the first search walks all of torch: a tenth of the time that loading takes. In a
     program of autopipe's own (`in_a_program`) no later search walks it either.
     """
-    with resting():
+    with collector_paused():
         yield
         if _in_a_program:
             gc.freeze()

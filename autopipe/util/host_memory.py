@@ -88,7 +88,10 @@ def _text(path: Path) -> str:
 
 
 def keep() -> bool:
-    """Keep freed memory from now on; False if the C library cannot or the user chose otherwise."""
+    """Make the C library keep freed memory for reuse, from now on.
+
+    Returns False if it is not glibc, or if the user has set one of its variables (`_OWN`).
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
     if mallopt is None or any(name in os.environ for name in _OWN):
         return False

@@ -84,7 +84,7 @@ def hashes_at_random() -> bool:
 
 
 def of_draws(line: str) -> str:
-    """What a hint says besides where a line of a graph is that of a constant, with its values."""
+    """The end of a hint about a line that differs: how to seed a constant; "" for other lines."""
     name, _, rest = line.removeprefix("[").partition("] ")
     if not rest.startswith("constant "):
         return ""
@@ -92,7 +92,7 @@ def of_draws(line: str) -> str:
 
 
 def of_hashes() -> str:
-    """What a hint says besides where a graph may be another one in each process."""
+    """The end of a hint about graphs that differ: how to fix hashes; "" where they are fixed."""
     if not hashes_at_random():
         return ""
     return f"; if the model goes through a set of texts, start each process with {HASHES}=0"

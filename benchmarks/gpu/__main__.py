@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def predictions(folder: Path, cluster: str, named: str | None) -> None:
-    """What each model's plan foretells, and what its run measures, as the run prints it.
+    """What each model's plan predicts, and what its run measures, as the run prints it.
 
     Args:
         named: a cluster that is known from datasheets, for another plan beside it.

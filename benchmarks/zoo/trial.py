@@ -26,8 +26,8 @@ from autopipe.ir.graph import Graph
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.costs.tp_degrees import check_degree
+from autopipe.planners.driver.checked_trace import traced_model
 from autopipe.planners.driver.loss_parts import best_loss
-from autopipe.planners.driver.make_plan import traced_model
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.model.problem import Constraints
 from autopipe.runtime.start import trace_planned

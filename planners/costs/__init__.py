@@ -9,6 +9,7 @@ Other rooms use: `profile.Costing`, `precision_of.need`, `tp_degrees.as_one_rank
 
     tp_degrees     the model as one tensor-parallel rank runs it
     profile        a graph -> the planner's Problem
+    by_units       seconds of nodes, summed by unit
     precision_of   the dtype in which each node computes, and the rates that this needs
     fused_costs    formulas of ops that a compiler fuses
     loss_bytes     bytes that exist only within a loss's backward

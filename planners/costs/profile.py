@@ -10,7 +10,8 @@ memory (`planners.costs.saved_tensors`). Of equal repeated blocks only a few are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -29,14 +30,15 @@ from autopipe.ir.dataflow import Dataflow, obstacle
 from autopipe.ir.graph import Graph, Ref
 from autopipe.ir.repeats import Short, Uneven, shortened
 from autopipe.planners.costs.asked_ops import within_asked, words_of
+from autopipe.planners.costs.by_units import block_units, by_unit, of_block
 from autopipe.planners.costs.fused_costs import fused
 from autopipe.planners.costs.loss_bytes import passing_of
 from autopipe.planners.costs.precision_of import computed_in
 from autopipe.planners.costs.unit_bytes import crossings_of, largest, states
 from autopipe.planners.model.devices import Machine
-from autopipe.planners.model.problem import Again, Constraints, Problem, Profile, Seconds
+from autopipe.planners.model.problem import Again, Constraints, Problem, Profile
 from autopipe.planners.saved.block_levels import BlockLevels, Times, levels_of, may_run_again
-from autopipe.planners.saved.saved_tensors import Saving
+from autopipe.planners.saved.saved_tensors import KeptBytes, Saving
 
 Sending = Callable[[Graph, int, Link], Sequence[tuple[float, float]]]
 """From a graph, the rows of a micro-batch and a link to each node's seconds of communication,
@@ -131,21 +133,15 @@ class Costing:
             check: whether to check that bytes are a straight line in the rows. It is enough to
                 check one tensor-parallel degree: the others run parts of the same model.
         """
-        flow, units, again = self.flow, self.units, np.array(self._numbers)
+        flow, units = self.flow, self.units
         longer = islice(shortened(flow, self.blocks), 1, None)
         for short in chain([self._short], longer):
-            try:
-                inside, equal = self._segments(short), short is self._short
+            equal = short is self._short
+            with suppress(Uneven):
                 timed, forward = self._timed if equal else self._timed_by(short)
-                alone = within_asked(flow, self.blocks, self._words, self._numbers)
-                may = may_run_again(flow, short, alone, forward[self.rows[0]][0])
-                saving = Saving(
-                    flow, short, self.precision, check, inside, self.compiled, may, self._room
-                )
-                kept = saving.at(units, self.rows, again)
+                kept = self._kept(short, forward, check=check)
                 break
-            except Uneven:
-                pass
+        inside = self._segments(short)
         parameters, frozen, constants, _ = states(flow, units, kept.low)
         crossings = crossings_of(flow, units, kept.made_in, self.dividing)
         passing = passing_of(flow.graph, units, compiled=self.compiled)
@@ -176,6 +172,29 @@ class Costing:
         )
         paths = tuple(block.path for block in self._may)
         return Profiled(problem, paths, tuple(ops.nodes() for ops in levels), equal)
+
+    def _kept(self, short: Short, forward: Mapping[int, list[Times]], *, check: bool) -> KeptBytes:
+        """The bytes that the graph keeps, from runs of a short graph.
+
+        Args:
+            forward: the forward seconds of the short graph's nodes, by rows and kind of device.
+
+        Raises:
+            Uneven: the runs do not tell of the blocks that the short graph leaves out.
+        """
+        alone = within_asked(self.flow, self.blocks, self._words, self._numbers)
+        may = may_run_again(self.flow, short, alone, forward[self.rows[0]][0])
+        saving = Saving(
+            flow=self.flow,
+            short=short,
+            precision=self.precision,
+            check=check,
+            segments=self._segments(short),
+            compiled=self.compiled,
+            seconds=may,
+            room=self._room,
+        )
+        return saving.at(self.units, self.rows, np.array(self._numbers))
 
     def parts(self, rows: int, kind: int) -> NDArray[np.float64]:
         """The units' seconds of a micro-batch by cause, on a kind of device: shape (3, units).
@@ -264,7 +283,7 @@ class Costing:
         made = [self._profile(short, costs, size) for size in self.rows]
         problem = Problem(
             units=len(units.starts),
-            blocks=tuple(_block_units(units, self.blocks)),
+            blocks=tuple(block_units(units, self.blocks)),
             parameters=parameters,
             constants=constants,
             optimizer_factor=self.optimizer_factor,
@@ -308,38 +327,16 @@ class Costing:
             times.append(seconds[:, short.like])
         profile = Profile(
             rows,
-            tuple(_by_unit(self.forwards * forward, starts) for forward, _ in times),
-            tuple(_by_unit(backward, starts) for _, backward in times),
+            tuple(by_unit(self.forwards * forward, starts) for forward, _ in times),
+            tuple(by_unit(backward, starts) for _, backward in times),
             saved=(),
             crossings=(),
             recompute=tuple(
-                tuple(_of_block(forward, block, self.units) for forward, _ in times)
+                tuple(of_block(forward, block, self.units) for forward, _ in times)
                 for block in self._may
             ),
             exchange=tuple(
-                _by_unit(exchange.sum(axis=0)[short.like], starts) for exchange in exchanges
+                by_unit(exchange.sum(axis=0)[short.like], starts) for exchange in exchanges
             ),
         )
         return profile, alone
-
-
-def _by_unit(seconds: NDArray[np.float64], starts: NDArray[np.int64]) -> Seconds:
-    return tuple(np.add.reduceat(seconds, starts).tolist())
-
-
-def _of_block(seconds: NDArray[np.float64], block: Block, units: Units) -> Seconds:
-    """The seconds of a block's own nodes in each of the units it is in."""
-    first, last = units.of(block.first), units.of(block.stop - 1)
-    inside = [start - block.first for start in units.starts[first + 1 : last + 1]]
-    own = seconds[block.first : block.stop]
-    return tuple(np.add.reduceat(own, np.array([0, *inside])).tolist())
-
-
-def _block_units(units: Units, blocks: Sequence[Block]) -> list[tuple[int, int]]:
-    """Blocks as ranges of units; one that no cut can separate from the last is left out."""
-    ranges: list[tuple[int, int]] = []
-    for block in blocks:
-        first, stop = units.of(block.first), units.of(block.stop - 1) + 1
-        if units.starts[first] == block.first and (not ranges or ranges[-1][1] <= first):
-            ranges.append((first, stop))
-    return ranges

@@ -10,6 +10,7 @@ Other rooms use: `make_plan.plan`, `replan.replan`, `arguments`, `outcomes`,
 
     request        what was asked, what was traced, both on devices       values
     make_plan      `plan`: its phases in order                            start reading here
+    checked_trace  the model as a graph, with all checks of it
     arguments      each argument checked and completed
     precisions     the precision asked for, or the first usual one in which the model runs
     against_eager  the graph computes what the model does

@@ -285,8 +285,8 @@ def _outcome(
 def _far_ahead(
     program: Program, run: _Runnable, batches: Sequence[Any], weights: Weights
 ) -> dict[int, Outcome]:
-    """The second micro-batch once more, by how many calls later: with what the model and the loss
-    count set far ahead, and in a few more calls (`FURTHER`); without those in which they fail."""
+    """Outcomes of the second micro-batch after more calls, by their number: real ones up to
+    `FURTHER`, else counts are set far ahead. Where the user's code fails there is no outcome."""
     model, parts = program.model, program.parts
     counts, outcomes = Counts(*parts), dict[int, Outcome]()
     frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]

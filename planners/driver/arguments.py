@@ -315,7 +315,7 @@ def examples(inputs: Any, example: Any, specs: Sequence[InputSpec]) -> Callable[
 
 
 def second(inputs: Any, example: Any, specs: Sequence[InputSpec], rows: int = ROWS) -> Any:
-    """As many rows again behind the first ones; the first ones if there are no others."""
+    """A batch of the second `rows` rows; of the first ones if there are no others."""
     source = inputs(2 * rows) if callable(inputs) else example
     leaves = batch.flatten(batch.some_rows(source, specs, 2 * rows))
     return batch.rebuild(source, batch.slice_rows(specs, leaves, rows, 2 * rows))

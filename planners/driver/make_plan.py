@@ -1,7 +1,7 @@
 """`plan`: from a model and a cluster to a `Plan`.
 
 PlanRequest     the arguments, checked
-Traced          traced_model    the model's graph, its dataflow and its repeated modules
+Traced          traced_model    the model's graph and its checks (`planners.driver.checked_trace`)
 Job             measured        the devices, with the rates that the model needs
 Plan            best_loss       the loss whole, or in parts (`planners.driver.loss_parts`)
                 best_plan       cost, search, write, refine (`planners.driver.choose`)
@@ -11,50 +11,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from autopipe.cluster.cluster import Cluster
-from autopipe.errors import AutopipeError, RowsFixed
-from autopipe.frontend import batch
-from autopipe.frontend.least_rows import least_rows, or_two
-from autopipe.frontend.loss import Loss, check_trained
+from autopipe.errors import AutopipeError
+from autopipe.frontend.loss import Loss
 from autopipe.frontend.measured_optimizer import measured_on, optimizer_factor
 from autopipe.frontend.optimizer import MakeOptimizer
-from autopipe.frontend.row_length import at_length
-from autopipe.ir.blocks import find_blocks
-from autopipe.ir.dataflow import analyse
-from autopipe.planfile.contents import BATCH, ROWS, Plan, signed
-from autopipe.planfile.parts import InputSpec
+from autopipe.planfile.contents import ROWS, Plan, signed
 from autopipe.planners.costs.precision_of import need
-from autopipe.planners.costs.tp_degrees import check_degree
-from autopipe.planners.driver import against_eager, against_whole, arguments, precisions
-from autopipe.planners.driver.arguments import examples, second
+from autopipe.planners.driver import arguments, precisions
+from autopipe.planners.driver.checked_trace import traced_model
 from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.request import (
     Job,
     PlanRequest,
-    Traced,
     as_optimizer_allows,
     left_alone,
 )
 from autopipe.planners.model.problem import Constraints
-from autopipe.rows import loss_grouping, moved_states, own_backwards, row_mixing
-from autopipe.rows.one_row import same_with_one_row
 from autopipe.stages.bind import check_runs
-from autopipe.stages.loss_cut import cut_loss
-from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
-from autopipe.tracing.symbolic_sequence import shorter
-from autopipe.tracing.trace import Trace
-from autopipe.util.gc_pause import resting
-from autopipe.util.progress import Say, phase
+from autopipe.tracing.source import Source, bare, keeping_default_dtype
+from autopipe.util.gc_pause import collector_paused
+from autopipe.util.progress import Say
 from autopipe.util.stopwatch import Stopwatch
 
 
-@resting()
+@collector_paused()
 @keeping_default_dtype()
 def plan(
     model: Source,
@@ -178,24 +164,30 @@ def plan(
     parts = arguments.loss_parts_of(loss_parts)
     ranks_of_stages = arguments.turns_of(turns)
     devices = arguments.cluster_meant(cluster, (sum(ranks_of_stages or ()) or pp, dp, tp), say)
-    limits = arguments.limits_of(memory, devices)
-    arguments.check_host(offload, devices)
-    degrees, ahead = (pp, dp, tp, micro_batches), (chunks, window, depth)
     constraints = Constraints(
-        *(*degrees, schedule, limits, *ahead, zero, None, programs, transfers),
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        memory=arguments.limits_of(memory, devices),
+        chunks=chunks,
+        window=window,
+        depth=depth,
+        zero=zero,
+        programs=programs,
+        transfers=transfers,
         turns=ranks_of_stages,
         micro_batch_size=micro_batch_size,
     )
+    arguments.check_host(offload, devices)
     with watch("traced"):
         skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
     like = measured_on(skeleton.named_parameters())
     constraints = as_optimizer_allows(constraints, optimizer, say, like)
-    usual = (
-        precisions.usual_precisions(devices, skeleton, say) if precision is None else [precision]
-    )
+    usual = [precision] if precision else precisions.usual_precisions(devices, skeleton, say)
     if grad_dtype or optimizer_dtype:  # they go with that one
         usual = usual[:1]
-
     request = PlanRequest(
         model=model,
         inputs=inputs,
@@ -244,105 +236,3 @@ def _planned(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Stopwat
         say(line)
     check_runs(best)
     return best
-
-
-def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Stopwatch) -> Traced:
-    """The model as a graph, with what the user's code says of rows and of recomputation.
-
-    Args:
-        skeleton: the model with fake parameters.
-
-    Raises:
-        ModelError: the inputs do not fit the model, or (CaptureError) it cannot be captured.
-        InfeasibleError: the heads of an attention do not divide by the tensor-parallel degree.
-    """
-    inputs, constraints = request.inputs, request.constraints
-    example, specs = arguments.example_of(inputs)
-    devices = request.cluster.num_devices
-    rows = request.batch_size or arguments.rows_of(inputs, example, specs, devices)
-    with watch("traced"), phase("tracing"):
-        trace = _traced(request, skeleton, example, specs, rows, say)
-        check_trained(trace.graph)
-        for line in trace.facts(gpus=arguments.on_gpus(request.cluster)):
-            say(line)
-        if constraints.tp is not None:
-            check_degree(trace.graph, constraints.tp, devices)
-        against_eager.check(request, skeleton, trace, example, say)
-        against_eager.check_at_lengths(request, skeleton, trace, example, say)
-        batch_of = examples(inputs, example, specs)
-        whole_loss, fingerprinted, if_cut = None, trace.graph, tuple[str, ...]()
-        if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
-            fewer = partial(_of_fewer_tokens, request, example, specs)
-            loss_grouping.check(trace, batch_of, request.loss, request.loss_over, say, fewer)
-            mixing = row_mixing.remark(trace, batch_of)
-            others = (of.remark(trace.graph) for of in (moved_states, own_backwards))
-            if_cut = tuple(line for line in (mixing, *others) if line)
-        if request.loss_over == BATCH:
-            whole_loss = cut_loss(trace.graph)
-            against_whole.check(request, skeleton, trace, whole_loss, batch_of, say)
-            trace = replace(trace, graph=whole_loss.rows)
-        flow, blocks = analyse(trace.graph), find_blocks(trace.graph)
-    least = or_two(least_rows(trace.graph), trace.asks_for_one_row)
-    for name, module in skeleton.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            say(f"{name}: its gradients are sparse in one process, and dense in a plan")
-    recompute, offload = request.recomputed(flow, blocks, say), request.offloaded(blocks)
-    traced = Traced(trace, flow, blocks, rows, least, recompute, fingerprinted)
-    traced = replace(traced, whole=whole_loss, offload=offload, if_cut=if_cut)
-    say(f"traced: {traced}")
-    return traced
-
-
-def _of_fewer_tokens(
-    request: PlanRequest, example: Any, specs: Sequence[InputSpec], tokens: int
-) -> loss_grouping.Short:
-    """The model traced for rows of so many tokens, and what makes a batch of them."""
-
-    def batch_of(rows: int) -> Any:
-        return shorter(examples(request.inputs, example, specs)(rows), specs, tokens)
-
-    loss, kept, short = request.loss, request.sixteen_bits, at_length(specs, tokens)
-    return trace_source(request.model, batch_of(2), short, loss, kept=kept), batch_of
-
-
-def _traced(
-    request: PlanRequest,
-    skeleton: nn.Module,
-    example: Any,
-    specs: Sequence[InputSpec],
-    rows: int,
-    say: Say,
-) -> Trace:
-    """The trace for any number of rows; for one number, if the model fixes it and the request
-    gives it.
-
-    Where it does not, the lines that fix it may run as they are, though nothing cuts them then.
-    """
-    at = partial(trace_source, request.model, specs=specs, loss=request.loss, skeleton=skeleton)
-    at = partial(at, kept=request.sixteen_bits, say=say)
-    others = partial(second, request.inputs, example, specs)
-    size = request.microbatch_rows(rows)
-
-    def alone(size: int) -> Trace:
-        more = examples(request.inputs, example, specs)(size)
-        return at(batch.some_rows(more, specs, size), symbolic=False)
-
-    try:
-        found = at(batch.two_rows(example, specs), others=others, lines_may_fix_rows=size is None)
-        if found.asks_for_one_row and same_with_one_row(found.graph, partial(alone, 1)):
-            return replace(found, asks_for_one_row=())
-        if size != 1 or not found.asks_for_one_row:
-            return found
-        place = found.asks_for_one_row[0]
-    except RowsFixed as refusal:
-        if size is None:
-            raise RowsFixed(
-                refusal.message,
-                hint=f"{refusal.hint}; or say how many rows a micro-batch has "
-                '(--micro-batch-size) and that its loss is its own (loss_over = "micro-batch"): '
-                "the graph is then one of so many",
-            ) from refusal
-        place = refusal.message.partition(": ")[0]
-    number = "1 row" if size == 1 else f"{size} rows"
-    say(f"{place}: rows are fixed here; the graph is one of micro-batches of {number} alone")
-    return alone(size)

@@ -42,7 +42,7 @@ class Outcome:
 
 
 class Weights:
-    """The trained parameters of a model, in each of its micro-batches."""
+    """The trained parameters of a model: one set of values for each micro-batch."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -50,7 +50,11 @@ class Weights:
 
     @torch.no_grad()
     def move(self, number: int, gradients: Mapping[str, Tensor | None]) -> None:
-        """Let the model have those of a micro-batch; `gradients` are those of the one before."""
+        """Give the model the values of micro-batch `number`.
+
+        Args:
+            gradients: those of the micro-batch before, from which new values are made.
+        """
         if number == len(self._of_each):
             self._of_each.append(
                 {name: _stepped(p, gradients.get(name)) for name, p in self._own.items()}
@@ -126,7 +130,7 @@ def compare(traced: Trace, eager: Outcome, of_graph: Outcome, tolerance: float) 
 
 
 def _compare_later(traced: Trace, eager: Outcome, of_graph: Outcome, tolerance: float) -> None:
-    """Refuse a second micro-batch that differs.
+    """Refuse a model whose second micro-batch has other results than its graph's.
 
     A Python number that falls a little in each call (`1 - self.step / 10_000`) makes only a small
     difference. So if the model made other calls of torch in its second run, the graph has to be as

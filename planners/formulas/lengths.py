@@ -25,7 +25,7 @@ from autopipe.sharding.plan_io import read_back
 from autopipe.stages.bind import Split, cut_as_planned
 from autopipe.tracing.low_precision import kept_by
 from autopipe.tracing.source import trace_source
-from autopipe.tracing.symbolic_sequence import trace_lengths
+from autopipe.tracing.symbolic_sequence import trace_lengths, with_tokens
 from autopipe.tracing.trace import Trace
 
 
@@ -55,7 +55,7 @@ class TracedAgain:
 
 def at_length(trace: Trace, tokens: int) -> Trace:
     """A trace, whose tokens are a symbol, for rows of `tokens` tokens."""
-    return replace(trace, graph=trace.graph.at_sequence(tokens))
+    return replace(trace, graph=with_tokens(trace.graph, tokens))
 
 
 def traced_again(plan: Plan, file: ModelFile) -> TracedAgain:

@@ -48,8 +48,8 @@ from autopipe.sharding.local_graph import shard_graph, shardable
 from autopipe.stages.precision import PRECISIONS
 from autopipe.tracing.low_precision import kept
 from autopipe.tracing.source import Source
-from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths
-from autopipe.util.gc_pause import resting
+from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths, with_tokens
+from autopipe.util.gc_pause import collector_paused
 from autopipe.util.progress import Say, phase
 
 ROWS = (2, 3)
@@ -85,13 +85,13 @@ class Amounts:
 
     @staticmethod
     def sum(amounts: Iterable[Amounts]) -> Amounts:
-        """All of them together."""
+        """The sum of the amounts of several parts."""
         columns = zip(*(one.row for one in amounts), strict=True)
         return Amounts(*(sympy.expand(sympy.Add(*column)) for column in columns))
 
     @property
     def row(self) -> tuple[Dim, ...]:
-        """All of them in their order."""
+        """All amounts, in the order of the fields."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
@@ -148,7 +148,7 @@ class Formulas:
         }
 
 
-@resting()
+@collector_paused()
 def cost_formulas(
     model: Source,
     inputs: Any,
@@ -199,7 +199,7 @@ def _of_first_rank(
 ) -> tuple[Graph, tuple[Block, ...]]:
     """The graph of the first rank, by the best sharding for the longest sequence."""
     graph = traced.trace.graph
-    fixed = graph if traced.longest is None else graph.at_sequence(traced.longest)
+    fixed = graph if traced.longest is None else with_tokens(graph, traced.longest)
     trace = replace(traced.trace, graph=fixed)
     kind = slowest_kind(tp_groups(cluster, tp))
     degree = as_one_rank(tp, trace, analyse(fixed), blocks, cluster, ROWS[0], slowest=kind)
@@ -252,7 +252,7 @@ def _storages(short: Short, length: int | None, precision: str) -> list[tuple[St
     """
 
     def seen(rows: int, tokens: int) -> tuple[tuple[Storage, ...], tuple[int, ...]]:
-        fixed = short.graph if length is None else short.graph.at_sequence(tokens)
+        fixed = short.graph if length is None else with_tokens(short.graph, tokens)
         found = observe_saved(replace(short, graph=fixed), precision, rows)
         return found.storages, found.bytes
 
@@ -284,8 +284,8 @@ def _through(
     matrix = sympy.Matrix([basis(*point) for point in points])
     factors = matrix.LUsolve(sympy.Matrix(values[:-1]))
     formula = sympy.Add(*(factor * power for factor, power in zip(factors, powers, strict=True)))
-    foretold = formula.subs(dict(zip((BATCH, SEQUENCE), other, strict=True)))
-    return formula if foretold == values[-1] else sympy.nan
+    predicted = formula.subs(dict(zip((BATCH, SEQUENCE), other, strict=True)))
+    return formula if predicted == values[-1] else sympy.nan
 
 
 def _parts(graph: Graph, blocks: Sequence[Block], nodes: Sequence[Amounts]) -> Iterator[ModelPart]:

@@ -18,7 +18,7 @@ from autopipe.scaling.make import StageFormulas, sheet_of
 from autopipe.scaling.sheet import Sheet
 from autopipe.scaling.stops import Stops, stops_of
 from autopipe.tracing.source import keeping_default_dtype
-from autopipe.util.gc_pause import resting
+from autopipe.util.gc_pause import collector_paused
 from autopipe.util.progress import Say, phase
 
 MOST_RIVALS = 4
@@ -40,7 +40,7 @@ class Sheets:
     why_no_tokens: str
 
 
-@resting()
+@collector_paused()
 @keeping_default_dtype()
 def sheets(plan: Plan, file: ModelFile, say: Say, most: int = MOST_RIVALS) -> Sheets:
     """The sheets of a plan and of its rivals.

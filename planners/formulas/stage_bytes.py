@@ -148,11 +148,11 @@ def _through(points: Sequence[Point], check: Point, values: tuple[int, ...]) -> 
 
     matrix = sympy.Matrix([row(*point) for point in points])
     factors = list(matrix.LUsolve(sympy.Matrix(values[:-1])))
-    foretold = sum(f * power for f, power in zip(factors, row(*check), strict=True))
-    if foretold != values[-1]:
+    predicted = sum(f * power for f, power in zip(factors, row(*check), strict=True))
+    if predicted != values[-1]:
         raise NoPolynomial(
             f"{check[0]} rows of {check[1]} tokens keep {values[-1]} bytes, where other sizes "
-            f"foretell {foretold}"
+            f"predict {predicted}"
         )
     return total(
         *(

@@ -152,14 +152,14 @@ def machine_of(
     means = tuple(group.devices for group in tensor_groups)
     numbers = {id(group.kinds): max(map(kinds.index, group.kinds)) for group in tensor_groups}
     return Machine(
-        tuple(numbers[id(group.kinds)] for group in tensor_groups),
-        tuple(min(memory[device] for device in devices) for devices in means),
-        Topology.of(cluster).at([first for first, *_ in means]),
-        len(means[0]),
-        cluster.copying,
-        means,
-        len(memory) - sum(map(len, means)),
-        cluster.all_gpus,
-        tuple(kind.device.host for kind in kinds),
-        tuple(kind.link for kind in kinds if kind.link is not None),
+        kinds=tuple(numbers[id(group.kinds)] for group in tensor_groups),
+        memory=tuple(min(memory[device] for device in devices) for devices in means),
+        topology=Topology.of(cluster).at([first for first, *_ in means]),
+        streams=len(means[0]),
+        copying=cluster.copying,
+        means=means,
+        spare=len(memory) - sum(map(len, means)),
+        overlaps=cluster.all_gpus,
+        hosts=tuple(kind.device.host for kind in kinds),
+        within=tuple(kind.link for kind in kinds if kind.link is not None),
     ), tuple(kinds)

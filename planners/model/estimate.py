@@ -38,12 +38,22 @@ from autopipe.planners.model.transfers import arriving
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One stage, units `first` to `last` inclusive: seconds of a micro-batch, bytes of a device.
+    """What one stage costs: seconds of a micro-batch, and bytes on each of its devices.
 
-    `period`: seconds that each further micro-batch adds: all of a micro-batch's or, if transfers
-    are hidden, those of computing or of the wire. `spent`: a micro-batch's seconds by cause,
-    transfers and gathering included. `kind`: the number of its devices' kind. `in_parts`: whether
-    tensors that can be divided come to it in parts.
+    Attributes:
+        first: its first unit.
+        last: its last unit, which it includes.
+        forward_seconds: of a micro-batch's forward, with what it waits for gathering and copies.
+        backward_seconds: the same of its backward, with blocks that run again.
+        transfer_seconds: of a micro-batch's transfers from the stage before, and of gathering the
+            tensors that come in parts.
+        period: seconds that each further micro-batch adds: all of a micro-batch's or, if transfers
+            are hidden, those of computing or of the wire.
+        in_flight: micro-batches whose activations the stage holds at once.
+        memory: bytes by purpose.
+        spent: a micro-batch's seconds by cause, transfers and gathering included.
+        kind: the number of its devices' kind.
+        in_parts: whether tensors that can be divided come to it in parts.
     """
 
     first: int
@@ -114,7 +124,7 @@ class Scored(NamedTuple):
 
     @property
     def mesh(self) -> PipelineDegrees:
-        """Pipeline ranks, replicas."""
+        """The number of pipeline ranks, and that of replicas."""
         return self.decision.config[:2]
 
 
@@ -231,7 +241,7 @@ def _stage(
         transfer_seconds=transfers,
         period=float(seconds.period),
         in_flight=place.in_flight,
-        memory=Memory(*(int(part) for part in parts)),
+        memory=Memory(**{purpose: int(held) for purpose, held in parts._asdict().items()}),
         spent={
             COMPUTING: forward + backward - exchange,
             AGAIN: extra,

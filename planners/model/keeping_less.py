@@ -122,7 +122,7 @@ class Pricing:
             problem, config = self.problem, self.config
             ranges = arriving(self._ranges, problem, config, alike)
             sets, work = sets_of(problem, config, alike), stage_work(problem, config, alike, ranges)
-            fixed = memory.peak(memory.estimate(ranges, problem, alike.shared(config), 0))
+            fixed = memory.estimate(ranges, problem, alike.shared(config), 0).peak
             each, none = ranges.saved + ranges.received, sets.first(self._numbers)
             waiting = ranges.waiting
             # Fixed by the user, the first set of blocks may run some again, or offload some.

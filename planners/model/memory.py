@@ -38,7 +38,7 @@ save and that blocks offload, d the bytes of the largest block, held once while 
 gradient, if m > 1, and l those of gradients of logits (`costs.loss_bytes`). ZeRO-1 divides the
 optimizer state by dp, and masters, 2 L of W, which are a part of it; ZeRO-2 gradients too, and has
 the buckets that are scattered (`scattered_bytes`) beside them; ZeRO-3 also parameters, Z too, and
-has what it gathers (`range_tables.gathered_bytes`) in the place of L.
+has what it gathers (`gathered_bytes`) in the place of L.
 
 **Bound.** A stage holds at least a sum over its units,
 
@@ -53,14 +53,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopipe.planfile.parts import BUCKET_BYTES
 from autopipe.planners.model.problem import Config, Problem, splits
-from autopipe.planners.model.range_tables import Bytes, Tables, Times, gathered_bytes
+from autopipe.planners.model.range_tables import Bytes, Tables, Times
 
 ROUNDED = 16
 """Bytes that a stage's estimate may lie below its bound, whose parts are not rounded."""
@@ -79,6 +79,27 @@ def excess(held: Held, limit: int) -> Held:
     return held - limit
 
 
+class EstimatedBytes(NamedTuple):
+    """Bytes on one device by purpose, for every range of units: the fields of `planfile.Memory`.
+
+    Each is an array of the shape of the ranges, but for `buffers` and others that are one number
+    where all ranges have the same.
+    """
+
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    buffers: Bytes
+    activations: Bytes
+    transfers: Bytes
+    passing: Bytes
+
+    @property
+    def peak(self) -> Bytes:
+        """The sum of all parts: linear in the micro-batches in flight."""
+        return np.asarray(sum(self[1:], start=self[0]))
+
+
 def estimate(
     ranges: Tables,
     problem: Problem,
@@ -88,8 +109,8 @@ def estimate(
     held: int | Bytes = 0,
     moving: int | Bytes = 0,
     waiting: int = 0,
-) -> tuple[Bytes, ...]:
-    """Estimated bytes on one device by purpose, in the order of the fields of `Memory`.
+) -> EstimatedBytes:
+    """Estimated bytes on one device by purpose.
 
     Args:
         ranges: the ranges of units, in any shape; each result has that shape.
@@ -109,20 +130,21 @@ def estimate(
     else:
         masters = -(-2 * ranges.copies // (dp if zero else 1))
         parameters = ranges.read + masters + ranges.frozen
-    return (
-        parameters,
-        share if config.scatters else ranges.summed,
-        np.rint(problem.optimizer_factor * (share if zero else trainable)).astype(np.int64),
-        ranges.constants,
-        np.asarray(in_flight) * (ranges.saved - dropped + ranges.received)
+    updated = share if zero else trainable
+    return EstimatedBytes(
+        parameters=parameters,
+        gradients=share if config.scatters else ranges.summed,
+        optimizer=np.rint(problem.optimizer_factor * updated).astype(np.int64),
+        buffers=ranges.constants,
+        activations=np.asarray(in_flight) * (ranges.saved - dropped + ranges.received)
         + waiting * ranges.waiting
         + np.maximum(held, ranges.made)
         + moving,
-        posted * ranges.received
+        transfers=posted * ranges.received
         + arriving * ranges.sent_gradient
         + ranges.sent
         + leaving * ranges.received_gradient,
-        _passing(ranges, config),
+        passing=_passing(ranges, config),
     )
 
 
@@ -132,6 +154,18 @@ def _passing(ranges: Tables, config: Config) -> Bytes:
         return ranges.passing + scattered_bytes(ranges.summed, ranges.largest, config.dp)
     # From the second micro-batch on.
     return ranges.passing + (ranges.added if config.micro_batches > 1 else 0)
+
+
+def gathered_bytes(block: ArrayLike, tied: ArrayLike, ranks: int) -> Bytes:
+    """The most bytes that ZeRO-3 has gathered at once, as in `runtime.parameters.zero3`.
+
+    Args:
+        block: U, bytes of the largest gathered unit.
+        tied: T, bytes of parameters that stay gathered.
+        ranks: n, the number of ranks over which they are sharded.
+    """
+    unit = np.asarray(block)
+    return np.asarray(tied + 2 * unit + -(-unit // ranks))
 
 
 def scattered_bytes(summed: ArrayLike, largest: ArrayLike, ranks: int) -> Bytes:
@@ -145,11 +179,6 @@ def scattered_bytes(summed: ArrayLike, largest: ArrayLike, ranks: int) -> Bytes:
     """
     bucket = np.minimum(summed, np.maximum(largest, BUCKET_BYTES))
     return np.asarray(2 * bucket + -(-bucket // ranks))
-
-
-def peak(parts: tuple[Bytes, ...]) -> Bytes:
-    """The sum of the parts of `estimate`: linear in the micro-batches in flight."""
-    return np.asarray(sum(parts[1:], start=parts[0]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -129,14 +129,18 @@ class Again(NamedTuple):
 class Constraints:
     """The user's constraints; None leaves a choice to the planner.
 
-    `micro_batch_size`: rows of a micro-batch, from which their number follows in each mesh.
-    `chunks`: stages on each rank under the schedule interleaved. `window` and `depth`, at every
-    boundary: receives posted ahead, and additional micro-batches in flight. `recompute`: the blocks
-    that run again, at these levels, and no others. `offload`: the numbers of the blocks that
-    offload, and no others. `transfers`: one of `planfile.parts.TRANSFERS`, how tensors that divide
-    go to later stages. `turns`: the number of ranks that take turns at each stage; empty: one each.
-    `programs`: a schedule that the user has written; `schedule` is then `WRITTEN`, and pp and
-    micro_batches are those of the programs.
+    Attributes:
+        memory: bytes that each of the cluster's devices may hold at most.
+        chunks: stages on each rank under the schedule interleaved.
+        window: receives posted ahead at every boundary.
+        depth: micro-batches in flight at every boundary beyond those of 1F1B.
+        recompute: the blocks that run again, at these levels, and no others.
+        programs: a schedule that the user has written; `schedule` is then `WRITTEN`, and pp and
+            micro_batches are those of the programs.
+        transfers: one of `planfile.parts.TRANSFERS`, how tensors that divide go to later stages.
+        offload: the numbers of the blocks that offload, and no others.
+        turns: the number of ranks that take turns at each stage; empty: one each.
+        micro_batch_size: rows of a micro-batch, from which their number follows in each mesh.
     """
 
     pp: int | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,25 +29,32 @@ class Tables:
     `tables` gives all ranges, shape (units + 1, units + 1), where entry [i, j] is of the range
     [i, j) and zero unless i < j. `at` selects some of them, in any shape: one range gives arrays of
     shape (). Seconds (float64) and bytes (int64) are of one micro-batch, but for `trainable` to
-    `largest`, which a stage has once; `forward`, `backward` and `exchange` have an array for each
-    kind of device; without tensor parallelism `exchange` has none.
+    `largest`, which a stage has once.
 
-    `earlier`: backward seconds of all units before the range, each on the fastest kind of device.
-
-    Bytes of parameters, as forward reads them. `copies`: of the copies of masters. `block`: of the
-    largest block that the range has any unit of, or of the largest unit outside of blocks: what
-    ZeRO-3 gathers at once. `opening`, `closing`: of the block of the range's first and last unit,
-    with which a forward and a backward begin. `tied`: of parameters that units of several blocks
-    use, which stay gathered.
-
-    Bytes of gradients. `summed`: of all. `largest`: of the largest that a unit of the range makes.
-    `added`: of that one, if it is not in `made`. `made`: the most that the backward of a unit has
-    made and holds, less what later units have freed by then; and the gradients of parameters that
-    several units of the range use, from their last use to the first. `passing`: within a loss's
-    backward. `waiting`: how many more a micro-batch holds between the halves of its backward.
-
-    `parted`: the received bytes that may come in parts; `parted_gradient`: those of them whose
-    gradient goes back (`planners.model.transfers`).
+    Attributes:
+        forward, backward: seconds, an array for each kind of device.
+        earlier: backward seconds of all units before the range, each on the fastest kind of device.
+        exchange: seconds of tensor-parallel exchanges, as `forward`; empty without any.
+        trainable, frozen: bytes of parameters, as a rank holds them.
+        constants: bytes of other held states.
+        copies: bytes of the copies of masters that forward reads.
+        summed: bytes of all gradients, in the dtype in which they are summed.
+        block: bytes of parameters, as forward reads them, of the largest block that the range has
+            any unit of, or of the largest unit outside of blocks: what ZeRO-3 gathers at once.
+        opening, closing: the same of the block of the range's first unit, and of its last unit,
+            with which a forward and a backward begin.
+        tied: bytes of parameters that units of several blocks use, which stay gathered.
+        largest: bytes of the largest gradient that a unit of the range makes.
+        added: those, if they are not in `made`.
+        saved: bytes kept for backward.
+        made: the most bytes that the backward of a unit has made and holds, less what later units
+            have freed by then; and the gradients of parameters that several units of the range
+            use, from their last use to the first.
+        waiting: how many bytes more a micro-batch holds between the halves of its backward.
+        passing: bytes within a loss's backward.
+        received, sent: bytes of activations; `..._gradient`: of their gradients.
+        parted: the received bytes that may come in parts; `parted_gradient`: those of them whose
+            gradient goes back (`planners.model.transfers`).
     """
 
     forward: tuple[Times, ...]
@@ -121,7 +128,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
     units, crossings = problem.units, profile.crossings
     returning = tuple(crossing for crossing in crossings if crossing.gradient)
     dividing, dividing_back = (tuple(c for c in way if c.divides) for way in (crossings, returning))
-    trainable, frozen, constants, copies, block, opening, closing, tied, largest = _of_states(
+    states = _of_states(
         units,
         problem.parameters,
         problem.frozen,
@@ -136,17 +143,9 @@ def _tables(problem: Problem, rows: int) -> Tables:
         backward=tuple(map(_prefix, profile.backward)),
         earlier=_earlier(tuple(map(min, zip(*profile.backward, strict=True)))),
         exchange=tuple(map(_prefix, profile.exchange)),
-        trainable=trainable,
-        frozen=frozen,
-        constants=constants,
-        copies=copies,
-        summed=trainable - copies if problem.low_gradients else trainable,
-        block=block,
-        opening=opening,
-        closing=closing,
-        tied=tied,
-        largest=largest,
-        added=largest * (not profile.made),
+        **states._asdict(),
+        summed=states.trainable - (states.copies if problem.low_gradients else 0),
+        added=states.largest * (not profile.made),
         saved=saved,
         made=_made_beside_sums(problem, profile.made, saved),
         waiting=np.maximum(_prefix(profile.waiting or (0,) * units), 0).astype(np.int64),
@@ -171,6 +170,20 @@ def _tables(problem: Problem, rows: int) -> Tables:
 _Rectangle = tuple[int, int, int, int, int]  # bytes, for first <= i <= last and low <= j <= high
 
 
+class _OfStates(NamedTuple):
+    """The fields of `Tables` that are equal in all profiles."""
+
+    trainable: Bytes
+    frozen: Bytes
+    constants: Bytes
+    copies: Bytes
+    block: Bytes
+    opening: Bytes
+    closing: Bytes
+    tied: Bytes
+    largest: Bytes
+
+
 @lru_cache(maxsize=16)
 def _of_states(
     units: int,
@@ -180,9 +193,7 @@ def _of_states(
     copies: tuple[Shared, ...],
     blocks: tuple[tuple[int, int], ...],
     largest: tuple[int, ...],
-) -> tuple[Bytes, ...]:
-    """The fields that are equal in all profiles: trainable, frozen, constants, copies, block,
-    opening, closing, tied, largest."""
+) -> _OfStates:
     block = np.zeros((units + 1, units + 1), dtype=np.int64)
     tied, tied_copies = (*parameters, *frozen), copies
     for first, stop in (*blocks, *((unit, unit + 1) for unit in range(units))):
@@ -190,11 +201,22 @@ def _of_states(
         low, tied_copies = _exclusive(tied_copies, first, stop)
         having = block[:stop, first + 1 :]  # the ranges [i, j) with i < stop and j > first
         np.maximum(having, size - low, out=having)
-    every = (parameters, frozen, constants, copies)
-    sums = [_fill(units, _held(units, items)) for items in every]
-    staying, low_staying = (_fill(units, _held(units, items)) for items in (tied, tied_copies))
-    edges = _edges(units, (*parameters, *frozen), copies, blocks)
-    return (*sums, np.triu(block, 1), *edges, staying - low_staying, _largest(largest))
+
+    def bytes_of(items: tuple[Shared, ...]) -> Bytes:
+        return _fill(units, _held(units, items))
+
+    opening, closing = _edges(units, (*parameters, *frozen), copies, blocks)
+    return _OfStates(
+        trainable=bytes_of(parameters),
+        frozen=bytes_of(frozen),
+        constants=bytes_of(constants),
+        copies=bytes_of(copies),
+        block=np.triu(block, 1),
+        opening=opening,
+        closing=closing,
+        tied=bytes_of(tied) - bytes_of(tied_copies),
+        largest=_largest(largest),
+    )
 
 
 def _edges(
@@ -292,18 +314,6 @@ def _held(units: int, items: tuple[Shared, ...]) -> Iterable[_Rectangle]:
     for item in items:
         for before, member in zip((-1, *item.units), item.units, strict=False):
             yield item.bytes, before + 1, member, member + 1, units
-
-
-def gathered_bytes(block: ArrayLike, tied: ArrayLike, ranks: int) -> Bytes:
-    """The most bytes that ZeRO-3 has gathered at once, as in `runtime.parameters.zero3`.
-
-    Args:
-        block: U, bytes of the largest gathered unit.
-        tied: T, bytes of parameters that stay gathered.
-        ranks: n, the number of ranks over which they are sharded.
-    """
-    unit = np.asarray(block)
-    return np.asarray(tied + 2 * unit + -(-unit // ranks))
 
 
 def dropped(units: int, items: Iterable[Saved]) -> Bytes:

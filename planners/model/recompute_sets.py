@@ -176,12 +176,13 @@ def recompute_sets(
 
     @cache
     def sets(parts: Parts) -> Sets:
-        """Of a range those of all its blocks but the last are those of a shorter range."""
+        """The sets of some parts, by recursion: without its last part a range is a shorter range,
+        whose sets are known."""
         return together(sets(parts[:-1]), of_equal(*parts[-1])) if parts else NOTHING
 
     @cache
     def most(parts: Parts) -> tuple[int, float]:
-        """What the last of `sets` saves and costs: of each part the last is in it."""
+        """Bytes and seconds of the last of `sets`, which has the last set of every part."""
         if not parts:
             return 0, 0.0
         (saved, spent), last = most(parts[:-1]), of_equal(*parts[-1])
@@ -193,7 +194,7 @@ def recompute_sets(
 
     @cache
     def options(part: BlockPart) -> tuple[Option, ...]:
-        """What each of a part's levels saves and costs; one that must not be saves nothing."""
+        """Bytes and seconds of each of a part's levels; one that is not allowed saves nothing."""
         block = composed.classes.firsts[part.kind]
         choices = []
         for level in part_levels(problem, part):

@@ -267,18 +267,18 @@ def stage_work(problem: Problem, config: Config, place: StagePlace, ranges: Tabl
     # Split backwards are put off until all stages end together, and nothing hides behind another.
     hidden = 0.0 if splits(problem, config.schedule) else ranges.earlier
     return StageWork(
-        problem,
-        config,
-        place,
-        ranges.forward[kind],
-        ranges.backward[kind],
-        exchanged(ranges.gathered, ranges.summed, problem, config, group),
-        opening,
-        closing,
-        gather_seconds(ranges, problem, kind),
-        transfer_seconds(ranges, problem, config, before),
-        carrying,
-        np.maximum(reduce_seconds(ranges, problem, config, group) - hidden, 0.0),
+        problem=problem,
+        config=config,
+        place=place,
+        forward=ranges.forward[kind],
+        backward=ranges.backward[kind],
+        exchanged=exchanged(ranges.gathered, ranges.summed, problem, config, group),
+        opening=opening,
+        closing=closing,
+        within=gather_seconds(ranges, problem, kind),
+        between=transfer_seconds(ranges, problem, config, before),
+        carrying=carrying,
+        exposed=np.maximum(reduce_seconds(ranges, problem, config, group) - hidden, 0.0),
     )
 
 

@@ -148,7 +148,8 @@ def _most(levels: Sequence[OpLevel]) -> list[OpLevel]:
 
 
 def _loss(before: OpLevel, level: OpLevel, after: OpLevel) -> float:
-    """Bytes times seconds between a level and the mixtures of its neighbours, twice."""
+    """The cost of leaving out a level: twice the area, in bytes times seconds, of the triangle that
+    it makes with its neighbours."""
     across = after.seconds - before.seconds, after.kept - before.kept
     to = level.seconds - before.seconds, level.kept - before.kept
     return abs(across[0] * to[1] - across[1] * to[0])

@@ -135,16 +135,16 @@ def _copied(graph: JointGraph, sizes: NDArray[np.int64]) -> JointGraph:
         return map_arg(nodes, to.__getitem__)
 
     return JointGraph(
-        {to[node]: name for node, name in graph.states.items()},
-        {to[node]: copy for node, copy in graph.copies.items()},
-        copied(graph.arguments),
-        copied(graph.seeds),
-        graph.unseeded,
-        copied(graph.forward),
-        copied(graph.backward),
-        copied(graph.results),
-        copied(graph.of_arguments),
-        copied(graph.of_parameters),
+        states={to[node]: name for node, name in graph.states.items()},
+        copies={to[node]: copy for node, copy in graph.copies.items()},
+        arguments=copied(graph.arguments),
+        seeds=copied(graph.seeds),
+        unseeded=graph.unseeded,
+        forward=copied(graph.forward),
+        backward=copied(graph.backward),
+        results=copied(graph.results),
+        of_arguments=copied(graph.of_arguments),
+        of_parameters=copied(graph.of_parameters),
     )
 
 

@@ -116,18 +116,19 @@ def best_answer(
         Outdone: there are incumbents, and nothing that fits can be as fast.
         InfeasibleError: the constraints contradict each other, or no decision fits.
     """
-    least = bounds(problem)
+    anywhere = bounds(problem)  # in tie order: lower bounds that hold whatever memory there is
     if mesh is not None:
-        least = {config: seconds for config, seconds in least.items() if config[:2] == mesh}
+        anywhere = {config: seconds for config, seconds in anywhere.items() if config[:2] == mesh}
     known = {} if known is None else known
     look = _look(problem, choice, known)
-    looked = _tried(problem, look, least, 2, incumbents, thorough)
-    alone = (1, max((config.dp for config in least if config.pp == 1), default=0))
+    looked = _tried(problem, look, anywhere, 2, incumbents, thorough)
+    # Data parallelism alone, on most devices, is tried even where it cannot win.
+    alone = (1, max((config.dp for config in anywhere if config.pp == 1), default=0))
     if problem.tp == 1 or not incumbents:
-        rest = {f: least[f] for f in least if f[:2] == alone and f not in looked.scored}
+        rest = {f: anywhere[f] for f in anywhere if f[:2] == alone and f not in looked.scored}
         looked = looked.and_of(_tried(problem, look, rest, 1, (), thorough))
-    scored, free = looked.scored, least
-    least = {**least, **looked.too_slow}  # in their order
+    scored = looked.scored
+    least = {**anywhere, **looked.too_slow}  # lower bounds for plans that fit, in the same order
     best = _best(least, scored)
     untried = [config for config in least if config not in scored and config not in looked.too_full]
     next_up = min(untried, key=lambda config: least[config], default=None)
@@ -145,7 +146,7 @@ def best_answer(
         scored[config] = _found(look, config)
     step = best.estimate.step_seconds
     wins = step <= min(incumbents, default=math.inf)
-    roomy = _without_limit(problem, choice, known, free, step) if wins else None
+    roomy = _without_limit(problem, choice, known, anywhere, step) if wins else None
     return Answer(
         decision=best.decision,
         estimate=best.estimate,
@@ -181,7 +182,7 @@ def fastest(problem: Problem, fitting: Fitting) -> Scored | None:
 
 
 def _look(problem: Problem, choice: Fitting, known: Known, *, limited: bool = True) -> Look:
-    """Choose in a config, once for so many bytes that it may not use."""
+    """A function that chooses in a config; what it has found is remembered in `known`."""
 
     def look(config: Config) -> Scored | None:
         key = config, problem.seen_beyond(config) if limited else None
@@ -194,7 +195,7 @@ def _look(problem: Problem, choice: Fitting, known: Known, *, limited: bool = Tr
 
 
 def _found(look: Look, config: Config) -> Scored:
-    """What a choice proper finds: a decision in every config."""
+    """What a look by a `Choice` finds in a config: a decision, whether or not it fits."""
     found = look(config)
     assert found is not None, "a choice returns a decision that does not fit if there is no other"
     return found
@@ -222,7 +223,7 @@ class _Looked(NamedTuple):
     too_slow: dict[Config, float]
 
     def and_of(self, other: _Looked) -> _Looked:
-        """Both together."""
+        """The configs of two looks together; of one in both, what the other look has found."""
         scored, too_full = self.scored | other.scored, self.too_full | other.too_full
         return _Looked(scored, too_full, self.too_slow | other.too_slow)
 
@@ -235,7 +236,7 @@ def _tried(
     incumbents: Sequence[float] = (),
     thorough: bool = False,
 ) -> _Looked:
-    """The configs by ascending bound, until no further one can change the best meshes."""
+    """Try configs by ascending bound, until no further one can change the best meshes."""
     scored: dict[Config, Scored] = {}
     too_full: dict[Config, int] = {}
     too_slow: dict[Config, float] = {}

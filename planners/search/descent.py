@@ -74,24 +74,41 @@ class GroupsUsed(NamedTuple):
     last: int | None
 
 
-@dataclass(frozen=True, eq=False)
-class Arc:
-    """A group for a stage: from the state before it to the one after, and what ranges cost there.
+class RangeCosts(NamedTuple):
+    """What every range of units costs in one place; each array has shape (units + 1, units + 1).
 
-    `seconds` go into T, `periods` into M and `exposed` into E, the first two infinite where a range
-    does not fit; `beyond` are bytes more than the group may hold; `recomputed` are numbers of the
-    place's `sets` of blocks.
+    Attributes:
+        seconds: what a range adds to T; infinite where it does not fit.
+        periods: what M is the maximum of; infinite where the range does not fit.
+        exposed: what E is the maximum of.
+        beyond: bytes more than the group may hold; infinite where the range is empty.
+        recomputed: for each range the number of the set of `sets` that is recomputed in it.
+        sets: the sets of blocks that may be recomputed in this place.
     """
 
-    source: GroupsUsed
-    target: GroupsUsed
-    group: int
     seconds: Array
     periods: Array
     exposed: Array
     beyond: Array
     recomputed: Numbers
     sets: RecomputeSets
+
+
+@dataclass(frozen=True, eq=False)
+class Arc:
+    """A group of devices takes a stage.
+
+    Attributes:
+        source: the groups used before it.
+        target: the groups used after it.
+        group: the group that it takes.
+        costs: what each range of units costs there.
+    """
+
+    source: GroupsUsed
+    target: GroupsUsed
+    group: int
+    costs: RangeCosts
 
 
 Layers = list[list[Arc]]
@@ -109,15 +126,15 @@ class StagePath(NamedTuple):
     @property
     def ranges(self) -> Iterator[tuple[Arc, tuple[int, int]]]:
         """Its arcs, each with its range of units."""
-        bounds = (0, *self.cuts, len(self.arcs[0].periods) - 1)
+        bounds = (0, *self.cuts, len(self.arcs[0].costs.periods) - 1)
         return zip(self.arcs, pairwise(bounds), strict=True)
 
     def sum(self, of: Of) -> float:
-        """The sum over its stages of a field of their arcs."""
+        """The sum over its stages of a field of their costs."""
         return float(sum(of(arc)[taken] for arc, taken in self.ranges))
 
     def most(self, of: Of) -> float:
-        """The maximum over its stages of a field of their arcs."""
+        """The maximum over its stages of a field of their costs."""
         return float(max(of(arc)[taken] for arc, taken in self.ranges))
 
 
@@ -126,15 +143,15 @@ Of = Callable[[Arc], Array]
 
 
 def _seconds(arc: Arc) -> Array:
-    return arc.seconds
+    return arc.costs.seconds
 
 
 def _periods(arc: Arc) -> Array:
-    return arc.periods
+    return arc.costs.periods
 
 
 def _exposed(arc: Arc) -> Array:
-    return arc.exposed
+    return arc.costs.exposed
 
 
 def _masked(of: Of, by: Of, limit: float) -> Of:
@@ -163,13 +180,14 @@ def fastest(layers: Layers, weights: tuple[float, float], floor: float) -> Stage
 
     @cache
     def with_first(arc: Arc) -> Array:
-        return arc.seconds + arc.exposed / of_sum if arc in firsts and of_sum else arc.seconds
+        seconds, exposed = arc.costs.seconds, arc.costs.exposed
+        return seconds + exposed / of_sum if arc in firsts and of_sum else seconds
 
     best = _descent(layers, weights, floor, with_first, _periods)
     if best is None:
         return None
     (first, taken), *_ = best.ranges
-    if best.most(_exposed) <= first.exposed[taken]:
+    if best.most(_exposed) <= first.costs.exposed[taken]:
         return best
 
     def through(path: StagePath) -> float:
@@ -229,7 +247,7 @@ _Join = Callable[[Array, Array], Array]
 def best_path(join: _Join, layers: Layers, of: Of) -> StagePath:
     """The path of the least value by the module's recurrence; of equal ones that whose groups and
     then whose cuts come first, up to the rounding of sums."""
-    end = np.full(len(layers[0][0].seconds), np.inf)
+    end = np.full(len(layers[0][0].costs.seconds), np.inf)
     end[-1] = 0.0
     tails: list[dict[GroupsUsed, Array]] = [{arc.target: end for arc in layers[-1]}]
     for arcs in reversed(layers):

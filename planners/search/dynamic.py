@@ -50,10 +50,17 @@ from autopipe.planners.model.places import (
 )
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.model.range_tables import Ranges, Tables, tables
-from autopipe.planners.model.recompute_sets import KeptLess, RecomputeSets, chosen
+from autopipe.planners.model.recompute_sets import KeptLess, chosen
 from autopipe.planners.search import best as answer
 from autopipe.planners.search.best import Answer, Known, best_answer
-from autopipe.planners.search.descent import Arc, Array, GroupsUsed, Layers, StagePath, best_path
+from autopipe.planners.search.descent import (
+    Arc,
+    GroupsUsed,
+    Layers,
+    RangeCosts,
+    StagePath,
+    best_path,
+)
 from autopipe.planners.search.descent import fastest as fastest_path
 from autopipe.planners.search.device_orders import Classes, classes
 
@@ -118,7 +125,7 @@ def choose(problem: Problem, config: Config) -> Decision:
     arcs = _arcs(problem, config, STEP)
     path = _fastest(problem, config, arcs, STEP)
     if path is None:
-        path = best_path(np.maximum, arcs, lambda arc: arc.beyond)
+        path = best_path(np.maximum, arcs, lambda arc: arc.costs.beyond)
     return _decision(problem, config, path)
 
 
@@ -144,14 +151,10 @@ def _decision(problem: Problem, config: Config, path: StagePath) -> Decision:
 
 def kept_less(problem: Problem, arc: Arc, taken: tuple[int, int]) -> KeptLess:
     """The blocks that keep less where an arc has a range of units."""
-    return chosen(problem, *taken, arc.sets, int(arc.recomputed[taken]))
+    return chosen(problem, *taken, arc.costs.sets, int(arc.costs.recomputed[taken]))
 
 
-Priced = tuple[Array, Array, Array, Array, Numbers, RecomputeSets]
-"""What an `Arc` says that a place costs: from its seconds on."""
-
-
-def costing(problem: Problem, config: Config, objective: Objective) -> Callable[..., Priced]:
+def costing(problem: Problem, config: Config, objective: Objective) -> Callable[..., RangeCosts]:
     """The costs of ranges of units in a place: of all ranges, or for the first and the last stage
     only of those that it may hold. Each place is priced once."""
     profile = profile_of(problem, config.dp, config.micro_batches)
@@ -166,7 +169,7 @@ def costing(problem: Problem, config: Config, objective: Objective) -> Callable[
         return objective.pricing(problem, config, ranges.rectangle(ranges_of), numbers[ranges_of])
 
     @cache
-    def priced(place: StagePlace, first: bool = False, last: bool = False) -> Priced:
+    def priced(place: StagePlace, first: bool = False, last: bool = False) -> RangeCosts:
         held_ranges = _ranges(first, last)
         costs = of(first, last)(place)
         beyond = memory.excess(costs.peaks, place.room)
@@ -177,13 +180,13 @@ def costing(problem: Problem, config: Config, objective: Objective) -> Callable[
             matrix[held_ranges] = values
             return matrix
 
-        return (
-            among_all(np.where(misfit, np.inf, costs.seconds.whole), np.inf),
-            among_all(np.where(misfit, np.inf, costs.seconds.period), np.inf),
-            among_all(costs.seconds.exposed, np.inf),
-            among_all(np.where(empty[held_ranges], np.inf, beyond), np.inf),
-            among_all(costs.recomputed, 0),
-            keeping_less.sets_of(problem, config, place),
+        return RangeCosts(
+            seconds=among_all(np.where(misfit, np.inf, costs.seconds.whole), np.inf),
+            periods=among_all(np.where(misfit, np.inf, costs.seconds.period), np.inf),
+            exposed=among_all(costs.seconds.exposed, np.inf),
+            beyond=among_all(np.where(empty[held_ranges], np.inf, beyond), np.inf),
+            recomputed=among_all(costs.recomputed, 0),
+            sets=keeping_less.sets_of(problem, config, place),
         )
 
     return priced
@@ -201,7 +204,7 @@ def _arcs(problem: Problem, config: Config, objective: Objective) -> Layers:
         place = place_of(
             *(problem, config, held[stage], group, earlier, turns[stage]), waiting=between[stage]
         )
-        return Arc(source, target, group, *priced(place, stage == 0, stage == len(held) - 1))
+        return Arc(source, target, group, priced(place, stage == 0, stage == len(held) - 1))
 
     return [[arc(stage, step) for step in taken] for stage, taken in enumerate(steps)]
 

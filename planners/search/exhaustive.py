@@ -184,12 +184,10 @@ class _StageRanges:
             held, moving = np.where(dropped > 0, largest, 0), away[-2:].sum(axis=0)
             kept_less = dropped + offloaded, held, moving
             shared = place.shared(config)
-            peaks = memory.peak(
-                memory.estimate(
-                    *(ranges, problem, shared, place.in_flight, *kept_less),
-                    waiting=place.waiting,
-                )
+            held_bytes = memory.estimate(
+                *(ranges, problem, shared, place.in_flight, *kept_less), waiting=place.waiting
             )
+            peaks = held_bytes.peak
             beyond = np.maximum(memory.excess(peaks, place.room), 0)
             costs = *work.seconds(extra, offloaded), beyond
             if best is None:

@@ -186,15 +186,15 @@ def _layers(problem: Problem, config: Config, objective: Objective, law: InFligh
     def arc(begun: _Begun) -> Arc:
         first, of, held, flying, after = begun
         place = place_of(problem, config, held, first, first - 1 if first else None, of)
-        return Arc(state(first, flying), state(first + of, after), first, *priced(place))
+        return Arc(state(first, flying), state(first + of, after), first, priced(place))
 
     layers = [[arc(begun) for begun in stages] for stages in every]
-    *_, numbers, sets = vars(layers[0][0]).values()
+    free = layers[0][0].costs._replace(
+        seconds=nothing, periods=nothing, exposed=unhidden, beyond=nothing
+    )
     begun = sorted({one.source for arcs in layers[1:] for one in arcs}) + [state(config.pp, 0)]
     for first in range(1, config.pp):
         layers[first] += [
-            Arc(later, later, CARRIED, nothing, nothing, unhidden, nothing, numbers, sets)
-            for later in begun
-            if later.used[0] > first
+            Arc(later, later, CARRIED, free) for later in begun if later.used[0] > first
         ]
     return layers

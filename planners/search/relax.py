@@ -106,7 +106,7 @@ class Relaxations:
         return found
 
     def _on_more(self, more: int) -> Help | None:
-        """So many more devices, if they are enough."""
+        """The help of `more` additional devices; None: nothing fits on them either."""
         changed = replace(self.problem, machine=_with_more(self.problem.machine, more))
         best = self._fitting(changed)
         if best is None:
@@ -133,7 +133,7 @@ class Relaxations:
 
 
 def _changes(problem: Problem) -> Iterator[tuple[str, list[Problem]]]:
-    """The changes, each of a single constraint, as ways to be tried until one fits."""
+    """Each constraint that may be changed alone, with the problems to try until one has a plan."""
     asked = problem.constraints
     every = tuple(map(Again, range(len(problem.recomputable))))
     if asked.recompute not in (None, every):
@@ -147,7 +147,7 @@ def _changes(problem: Problem) -> Iterator[tuple[str, list[Problem]]]:
 
 
 def _more_zeros(problem: Problem) -> list[int]:
-    """ZeRO stages beyond those to choose from."""
+    """The ZeRO stages above those that the problem has to choose from."""
     return [zero for zero in ZERO if zero > max(problem.zeros)]
 
 
@@ -175,7 +175,7 @@ def _differs(name: str, decision: Decision, problem: Problem) -> bool:
 
 
 def _degree(name: str, decision: Decision, problem: Problem) -> Any:
-    """A decision's value for the constraint of this name."""
+    """The value that a decision has for the constraint of this name: of `pp` its pipeline ranks."""
     if name == "micro_batch_size":
         return decision.config.microbatch_rows(problem.batch)
     return getattr(decision.config, name)
@@ -220,7 +220,7 @@ UNLIMITED = 2**62
 
 
 def _with_more(machine: Machine, more: int) -> Machine:
-    """The problem with more devices like the last one, on its node."""
+    """The machine with `more` devices like the last one, on the node of the last one."""
     places = machine.topology
     return replace(
         machine,

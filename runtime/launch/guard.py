@@ -302,16 +302,16 @@ def main(config: Message) -> None:
             )
             return
     guard = Guard(
-        loop,
-        config["rank"],
-        config["node"],
-        config["pid"],
-        config["process"],
-        memoryview(mmap.mmap(config["memory"], MEMORY)).cast("q"),
-        Connection(socket.socket(fileno=config["control"])),
-        Connection(to_hub),
-        config["token"],
-        config["local_rank"],
+        loop=loop,
+        rank=config["rank"],
+        node=config["node"],
+        pid=config["pid"],
+        process=config["process"],
+        memory=memoryview(mmap.mmap(config["memory"], MEMORY)).cast("q"),
+        control=Connection(socket.socket(fileno=config["control"])),
+        hub=Connection(to_hub),
+        token=config["token"],
+        local_rank=config["local_rank"],
     )
     while not (guard.done() and (hub is None or hub.done())):
         loop.turn()

@@ -79,41 +79,64 @@ def spawn(
     logs = Logs(log_dir) if log_dir is not None else None
     with _signals({signal.SIGINT, signal.SIGTERM, *forwarded}) as received:
         children: list[subprocess.Popen[bytes]] = []
-        passed_on, interrupted = {*forwarded}, 0
         try:
             for environ in _environments(processes, environs):
                 full = [*guard, *command, *argv]
                 children.append(_start(full, environ, logs))
-            while not (ending := [number for number in received if number not in passed_on]):
-                for number in [*received]:
-                    received.remove(number)
-                    for child in children:
-                        child.send_signal(number)
-                    if number == signal.SIGINT:
-                        passed_on.discard(signal.SIGINT)
-                        interrupted = 128 + number
-                        print(HEARD, file=sys.stderr)
-                codes = [child.poll() for child in children]
-                failed = [
-                    (code == -signal.SIGTERM, code, rank) for rank, code in enumerate(codes) if code
-                ]
-                if failed:
-                    # The peers of a killed process fail too, a moment later, or are ended by their
-                    # sidecars: name the cause.
-                    _, code, rank = min(failed)
-                    ended = f"exited with code {code}"
-                    if code < 0:
-                        ended = f"was killed by signal {-code} ({signal.strsignal(-code)})"
-                    print(f"rank {rank} of {processes} {ended}; ending the others", file=sys.stderr)
-                    return code if code > 0 else 128 - code
-                if None not in codes:
-                    return interrupted
-                time.sleep(0.05)
-            return 128 + ending[0]
+            return _waited(children, received, {*forwarded})
         finally:
             _end(children)
             if logs is not None:
                 logs.close()
+
+
+def _waited(
+    children: Sequence[subprocess.Popen[bytes]], received: list[int], passed_on: set[int]
+) -> int:
+    """Wait until all children have ended, one has failed, or a signal ends the call.
+
+    Args:
+        received: the signals that this process gets; they are taken out as they are passed on.
+        passed_on: signals that children get. SIGINT is taken out of it by the first one: a second
+            SIGINT ends the call.
+
+    Returns:
+        The exit code, as `spawn` has it.
+    """
+    interrupted = 0
+    while not (ending := [number for number in received if number not in passed_on]):
+        for number in [*received]:
+            received.remove(number)
+            for child in children:
+                child.send_signal(number)
+            if number == signal.SIGINT:
+                passed_on.discard(signal.SIGINT)
+                interrupted = 128 + number
+                print(HEARD, file=sys.stderr)
+        codes = [child.poll() for child in children]
+        if any(codes):
+            return _failure(codes)
+        if None not in codes:
+            return interrupted
+        time.sleep(0.05)
+    return 128 + ending[0]
+
+
+def _failure(codes: Sequence[int | None]) -> int:
+    """Say which rank has failed; returns the exit code of `spawn`.
+
+    Args:
+        codes: of each rank, as `Popen.poll` gives them; None: it still runs.
+    """
+    # The peers of a killed process fail too, a moment later, or are ended by their sidecars, by
+    # SIGTERM: name the cause.
+    failed = [(code == -signal.SIGTERM, code, rank) for rank, code in enumerate(codes) if code]
+    _, code, rank = min(failed)
+    ended = f"exited with code {code}"
+    if code < 0:
+        ended = f"was killed by signal {-code} ({signal.strsignal(-code)})"
+    print(f"rank {rank} of {len(codes)} {ended}; ending the others", file=sys.stderr)
+    return code if code > 0 else 128 - code
 
 
 def _start(

@@ -15,7 +15,7 @@ are measured in turns, and a slow second affects all of them:
              a  b  c  d      a b c d    a b c d    ...    until the budget is used up
 
 Nothing is begun that would not end in time. A size grows from a small one, as long as the time of
-each size foretells that the next one fits into the budget. A figure that has not reached its full
+each size says that the next one fits into the budget. A figure that has not reached its full
 size is measured at the size that it has reached, and marked as rough.
 """
 
@@ -100,7 +100,7 @@ STRETCH = 3.0
 
 
 def in_turns(
-    ops: Sequence[Callable[[], T]], budget: Budget, foretold: Sequence[float] = ()
+    ops: Sequence[Callable[[], T]], budget: Budget, expected: Sequence[float] = ()
 ) -> list[list[T]]:
     """Call the ops in turns; returns the results of each op.
 
@@ -108,10 +108,10 @@ def in_turns(
     would take longer than the budget has left.
 
     Args:
-        foretold: the seconds that each op will take; empty: each op gets at least one turn.
+        expected: the seconds that each op will take; empty: each op gets at least one turn.
     """
     found: list[list[T]] = [[] for _ in ops]
-    took = [*foretold] or [-math.inf for _ in ops]
+    took = [*expected] or [-math.inf for _ in ops]
     for _ in range(TURNS + 1):
         for number, op in enumerate(ops):
             before = budget.left
@@ -145,7 +145,7 @@ def climb(
     budget: Budget,
     most: float,
 ) -> Reached:
-    """Call `op(0)()`, `op(1)()`, ... while the next one is foretold to take less than `most`.
+    """Call `op(0)()`, `op(1)()`, ... while the next one is expected to take less than `most`.
 
     Args:
         steps: how many steps there are.
@@ -165,7 +165,7 @@ def climb(
 
 
 CALLS = 3
-"""Calls of a step, of which the quickest foretells the time of the next step."""
+"""Calls of a step, from the quickest of which the time of the next step is expected."""
 
 # --- Matmuls -------------------------------------------------------------------------------------
 
@@ -195,12 +195,12 @@ def matmuls(dtype: torch.dtype, budget: Budget, half: float | None = None) -> Fo
         _window_of(partial(_layers, dims, dtype, budget.device, count), budget)
         for (dims, _), count in zip(full, layers, strict=True)
     ]
-    foretold = [count * seconds for (_, seconds), count in zip(full, layers, strict=True)]
+    expected = [count * seconds for (_, seconds), count in zip(full, layers, strict=True)]
     # A layer without a turn for lack of time has the seconds of its last step.
     timings = [
         (dims, statistics.median(turns) / count if turns else seconds)
         for (dims, seconds), count, turns in zip(
-            full, layers, in_turns(ops, budget, foretold), strict=True
+            full, layers, in_turns(ops, budget, expected), strict=True
         )
     ]
     largest = max(reached, key=lambda timing: math.prod(timing[0]))

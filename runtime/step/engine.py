@@ -143,6 +143,15 @@ class JointEngine:
     Parameters take their gradients one by one as they are made, so that hooks on their sums are
     called as in a backward (`parameters.accumulate`).
 
+    Of one micro-batch `hold` is told that so many bytes are there (the names are those of `_Flight`
+    and `Joint`):
+
+        forward            bytes                               what it has saved
+        backward_input     bytes + made + fresh                at most, while it runs
+                           bytes_for_weight + fresh            what the second half needs
+        backward_weight    bytes_for_weight + fresh + made     at most, while it runs
+                           0
+
     Args:
         finish: compiles each graph; None: they run as they are.
         offloader: moves the parcels that the joint graph has (`joint.offload`).
@@ -191,11 +200,11 @@ class JointEngine:
         saved = made[joint.results :]
         sent = saved[len(joint.to_input) :] if joint.parcels is not None else ()
         flight = self._flights[microbatch] = _Flight(
-            how,
-            [*(saved[n] for n in joint.to_input), *sent],
-            [saved[n] for n in joint.to_weight],
-            _bytes(saved[n] for n in joint.counted),
-            _bytes(saved[n] for n in joint.counted_weight),
+            how=how,
+            for_input=[*(saved[n] for n in joint.to_input), *sent],
+            for_weight=[saved[n] for n in joint.to_weight],
+            bytes=_bytes(saved[n] for n in joint.counted),
+            bytes_for_weight=_bytes(saved[n] for n in joint.counted_weight),
         )
         self._count(flight.bytes - early)
         results = made[: joint.results]

@@ -1,4 +1,13 @@
-"""Keeps what a rank has prepared: the model traced and lowered once for each length of rows."""
+"""Keeps what a rank has prepared: the model traced and lowered once for each length of rows.
+
+                 kept for each                               what is made once for it
+    split        tokens of a row, training or evaluation     traced and cut
+    executor     split, rows of a micro-batch, their number  lowered, dry run, its programs proved
+    loss         split                                       the loss of the whole batch
+    weights      split                                       the divisors of micro-batches' losses
+
+The planned split stays; of the others the `LENGTHS` that were used last, with all that is theirs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +34,9 @@ Key = tuple[int | None, bool | None]
 class Ready:
     """The model as it is run, for each length of rows: traced, cut and lowered once.
 
-    `at_length`, `evaluation`: as `Pipe` has them. `learn` tells the watchdog of a program.
+    Args:
+        at_length, evaluation: as `Pipe` has them.
+        learn: tells the watchdog of a program.
     """
 
     def __init__(

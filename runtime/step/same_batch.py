@@ -8,7 +8,7 @@ every other; the whole contents are compared in the first step only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -74,35 +74,50 @@ def check_same(
     own = torch.tensor([batch.fingerprint(leaves) if contents else 0, rows, length])
     gathered = list(torch.empty(len(plan.mesh.places), 3, dtype=own.dtype))
     dist.all_gather(gathered, own, group=world)
+    columns: list[list[int]] = torch.stack(gathered).T.tolist()
+    fingerprints, rows_of, lengths = columns
+    _check_contents(plan, fingerprints, sharded=sharded)
+    if refusal is not None:
+        raise refusal
+    _check_lengths(plan, place, lengths, sharded=sharded)
+    _check_rows(place, rows_of)
+    return sum(lengths) / len(lengths)  # over ranks as over replicas, which have as many
+
+
+def _check_contents(plan: Plan, fingerprints: Sequence[int], *, sharded: bool) -> None:
+    """Refuse batches with other values; the fingerprints of them are by rank."""
     for peer in plan.mesh.places:
         first = peer.dp * plan.mesh.tp if sharded else 0
-        if gathered[peer.rank][0] != gathered[first][0]:
+        if fingerprints[peer.rank] != fingerprints[first]:
             whose = f"of data-parallel coordinate {peer.dp} " if sharded else ""
             raise ModelError(
                 f"ranks {whose}were given different batches: rank {first} and rank {peer.rank}",
                 hint="every rank passes the same batch to step; a rank that passes its own "
                 "part says step(batch, sharded=True)",
             )
-    if refusal is not None:
-        raise refusal
+
+
+def _check_lengths(plan: Plan, place: Place, lengths: Sequence[int], *, sharded: bool) -> None:
+    """Refuse rows of other lengths than this rank's; `lengths` are in tokens, by rank."""
     for peer in plan.mesh.places:
-        peer_length = int(gathered[peer.rank][2])
         # Each replica goes through its own pipeline; a loss over the batch sees all of them.
         independent = sharded and peer.dp != place.dp and plan.loss_over != BATCH
-        if peer_length != length and not independent:
+        if lengths[peer.rank] != lengths[place.rank] and not independent:
             raise ModelError(
-                f"rank {place.rank} was given rows of {length} tokens, rank {peer.rank} of "
-                f"{peer_length}: all ranks of a replica must be given the same",
+                f"rank {place.rank} was given rows of {lengths[place.rank]} tokens, rank "
+                f"{peer.rank} of {lengths[peer.rank]}: all ranks of a replica must be given the "
+                "same",
                 hint="nothing of this step was sent; pad to the same length on every rank",
             )
-    for peer in plan.mesh.places:
-        peer_rows = int(gathered[peer.rank][1])
-        if peer_rows != rows:
+
+
+def _check_rows(place: Place, rows: Sequence[int]) -> None:
+    """Refuse another number of rows than this rank has; -1: a batch that does not fit the plan."""
+    for peer, peer_rows in enumerate(rows):
+        if peer_rows != rows[place.rank]:
             what = f"{peer_rows} rows" if peer_rows >= 0 else "a batch that does not fit the plan"
             raise ModelError(
-                f"rank {place.rank} was given {rows} rows, rank {peer.rank} {what}: all ranks, "
-                "and the parts of all data-parallel coordinates, must have as many",
+                f"rank {place.rank} was given {rows[place.rank]} rows, rank {peer} {what}: all "
+                "ranks, and the parts of all data-parallel coordinates, must have as many",
                 hint="nothing of this step was sent; give every rank the same batch",
             )
-    # The mean over ranks is that over replicas, which have as many.
-    return sum(int(of_rank[2]) for of_rank in gathered) / len(gathered)

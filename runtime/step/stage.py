@@ -70,7 +70,7 @@ class Pool:
         return free.pop() if free else empty(boundary, boundary.strides, self.device)
 
     def give(self, boundary: CrossingTensor, buffer: Tensor) -> None:
-        """Nobody reads the buffer any longer."""
+        """Take back a buffer that nobody reads any longer."""
         self.free[boundary.shape, boundary.strides, boundary.dtype].append(buffer)
 
 
@@ -130,7 +130,7 @@ class StageRun:
         self._seeds: dict[tuple[torch.dtype, float], Tensor] = {}
 
     def call(self, instruction: Instruction) -> Callable[[StepInput], None]:
-        """What an instruction does in a step, with all that can be known before it."""
+        """The function that carries out an instruction; it takes what the step is run on."""
         k = instruction.microbatch
         compute = {
             Kind.FORWARD: self._forward,

@@ -58,7 +58,7 @@ class BatchLoss:
         self._lowered: dict[int, Lowered] = {}
 
     def nothing(self, parts: Microbatches) -> Seeds:
-        """Gradients of zero, for a pass that has none yet."""
+        """Zeros in place of the embeddings' gradients, for the first pass, which has none yet."""
         device = self._part.device
         return {
             e.gradient: [

@@ -14,25 +14,9 @@ from autopipe.cluster.spec import LocalSpec
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.probe import probe
 from autopipe.schedules.registry import SCHEDULES
-from autopipe.util import codec
 from autopipe.util.numbers import seconds
 from tests.support.inprocess import machine, measured
-from tests.support.shell import (
-    NET,
-    ROOT,
-    Shell,
-    python,
-    rank,
-)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The file of a cluster of four processes on this machine."""
-    path = tmp_path_factory.mktemp("cluster") / "four.json"
-    codec.save(machine(4), path)
-    return str(path)
-
+from tests.support.shell import NET, ROOT, Shell, python, rank
 
 # --- plan, trace, explain
 

@@ -6,17 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from autopipe.util import codec
-from tests.support.inprocess import machine
 from tests.support.shell import LINE, NET, Shell, changed
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The file of a cluster of four processes on this machine."""
-    path = tmp_path_factory.mktemp("cluster") / "four.json"
-    codec.save(machine(4), path)
-    return str(path)
 
 
 def torchs_words() -> str:

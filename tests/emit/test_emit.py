@@ -1,19 +1,13 @@
-"""A plan as files: what they look like, that they run as the plan does, and what an edit does.
-
-Steps run in this process, a thread a rank, as `support.inprocess` does it; some under torchrun.
-"""
+"""A plan as files: what they look like, that they run as the plan does, how they are replaced."""
 
 from __future__ import annotations
 
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,85 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopipe
-from autopipe import AutopipeError, Plan, PlanError, ScheduleError
-from autopipe.emit.emit import emit, stages
-from autopipe.planfile import programs
-from autopipe.runtime.comm.threads import local_network
-from autopipe.runtime.parameters.hold import HeldParameters
-from autopipe.runtime.parameters.part import RankPart
-from autopipe.runtime.step import prepare
-from autopipe.runtime.step.emitted_files import Emitted, check_whole
-from autopipe.runtime.step.executor import Executor
-from autopipe.schedules.instructions import holders, parse_programs
-from autopipe.stages.bind import split_as_planned
+from autopipe import AutopipeError, PlanError
+from autopipe.emit.emit import stages
 from tests.support import inprocess, zoo
-from tests.support.inprocess import Cut, Unsummed
+from tests.support.emitted_cases import Case, case, equal
 from tests.support.long import chosen
-from tests.support.pipes import planned, traced_once
-from tests.support.shell import NET, TORCHRUN, Said, Shell, end, free_port, ranks, start
-from tests.support.zoo import ZOO
 
 RUFF = (sys.executable, "-m", "ruff")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A plan of a model of the zoo: two rows to a micro-batch, four micro-batches."""
-
-    name: str
-    plan: Plan
-
-    def emit(self, folder: Path, **options: Any) -> Path:
-        zoo = ZOO[self.name]
-        with traced_once(self.name):
-            emit(zoo.model(), self.plan, folder, loss=zoo.loss, source="net.py", **options)
-        return folder
-
-    def run(self, folder: Path | None = None) -> dict[str, Tensor]:
-        """The losses of two steps, the gradients of the second one, and the buffers after it.
-
-        Args:
-            folder: run the files in it, and not what the plan says.
-        """
-        emitted = Emitted.load(folder, self.plan) if folder is not None else None
-        plan = emitted.plan if emitted is not None else self.plan
-        found, flow, blocks = inprocess.traced(self.name)
-        split = split_as_planned(found, plan)
-        cut = Cut(self.name, found, flow, blocks, split.stages, None, 2)  # type: ignore[arg-type]
-        model, compute = ZOO[self.name].model(), programs.compute(plan)
-        placed, device = holders(compute), torch.device("cpu")
-        executors, owned = list[Executor](), list[dict[str, Tensor]]()
-        for place, transport in zip(plan.mesh.places, local_network(placed), strict=True):
-            own: dict[str, Tensor] = {}
-            for stage in split.stages:
-                if placed[stage.index] == place.pp:
-                    own = inprocess.own_states(cut, stage, model) | own
-            part = RankPart(plan, place, split, placed, device)
-            held = HeldParameters(own, Unsummed(), {})  # type: ignore[arg-type]
-            rank = prepare.Rank(part, compute, transport, held, emitted=emitted)
-            executors.append(prepare.training(rank, 2))
-            owned.append(own)
-        results: dict[str, Tensor] = {}
-        for number in range(2):
-            for tensor in (tensor for own in owned for tensor in own.values()):
-                tensor.grad = None
-            batch = ZOO[self.name].inputs(plan.batch.rows)
-            losses = inprocess.step(executors, cut, batch, 0.25, number)
-            results |= {f"loss {number}.{k}": loss for k, (loss, *_) in enumerate(losses)}
-        return results | inprocess.gradients(owned) | inprocess.buffers(cut, owned)
-
-
-@cache
-def case(name: str, pp: int, schedule: str = "1f1b", **constraints: Any) -> Case:
-    """A plan for one pipeline."""
-    return Case(name, planned(name, pp, 1, 4, schedule, **constraints))
-
-
-def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    """Bit by bit, and by the same names."""
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], expected[name]) for name in expected
-    )
 
 
 PLANS: dict[str, Callable[[], Case]] = {
@@ -280,176 +202,6 @@ def test_a_module_called_again_with_other_random_numbers() -> None:
     assert 'layers_1_again = self.layers["1_again"](layers_1)' in text
 
 
-# What one edits
-
-
-@pytest.fixture(scope="module")
-def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return case("gpt", 2).emit(tmp_path_factory.mktemp("gpt") / "out")
-
-
-@pytest.fixture(scope="module")
-def before() -> dict[str, Tensor]:
-    """What the plan computes."""
-    return case("gpt", 2).run()
-
-
-@pytest.fixture
-def edit(gpt: Path, tmp_path: Path) -> Callable[..., Path]:
-    """A copy of the folder in which a file has another text, and stands for what `old` was."""
-
-    def change(file: str, old: str, new: str) -> Path:
-        folder = tmp_path / "edited"
-        shutil.copytree(gpt, folder, dirs_exist_ok=True)
-        text = (folder / file).read_text()
-        assert old in text, f"{old!r} is not in {file}"
-        (folder / file).write_text(text.replace(old, new))
-        return folder
-
-    return change
-
-
-Edit = Callable[..., Path]
-
-
-@pytest.mark.long
-def test_another_order_of_programs_runs(edit: Edit, before: dict[str, Tensor]) -> None:
-    """Rank 0 computes two forwards before it sends the first: later, and the same numbers."""
-    folder = edit("programs.txt", "0F0 0SEND_F0>1 0F1", "0F0 0F1 0SEND_F0>1")
-    changed, plan = Emitted.load(folder, case("gpt", 2).plan), case("gpt", 2).plan
-    assert changed.programs != programs.step(plan)
-    assert equal(case("gpt", 2).run(folder), before)
-
-
-def test_a_backward_in_two_halves_runs(edit: Edit, before: dict[str, Tensor]) -> None:
-    folder = edit("programs.txt", "0REDUCE 0B3", "0I3 0REDUCE 0W3")
-    assert equal(case("gpt", 2).run(folder), before)
-
-
-FIRST = "0SEND_F0>1 0F1 0FREE_F0>1 0SEND_F1>1"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        (
-            f"0F0 {FIRST} 0WAIT_B0<1",
-            f"0F0 0WAIT_B0<1 {FIRST}",
-            "deadlock: rank 0 waits at 0WAIT_B0<1 for 1SEND_B0>0, which comes after 1WAIT_F0<0 of "
-            "rank 1; rank 1 waits at 1WAIT_F0<0 for 0SEND_F0>1, which comes after 0WAIT_B0<1 of "
-            "rank 0",
-        ),
-        ("0WAIT_B0<1 ", "", "rank 0 lacks 0WAIT_B0<1"),
-        (" 0STEP", " 0FREE_F9>1 0STEP", "rank 0 has no use for 0FREE_F9>1"),
-        ("0F0 ", "", "rank 0: 0B0 needs 0F0 before it, which is missing"),
-        ("0SEND_F0>1", "0SENT_F0>1", "rank 0: expected an instruction, found '0SENT_F0>1'"),
-        ("rank 1:", "rank 2:", "expected a line `rank 1: ...`, found"),
-    ],
-)
-def test_programs_that_cannot_be(edit: Edit, old: str, new: str, said: str) -> None:
-    """They are read before anything else, and every rank reads all of them."""
-    folder = edit("programs.txt", old, new)
-    with pytest.raises(ScheduleError) as error:
-        Emitted.load(folder, case("gpt", 2).plan)
-    assert error.value.message.startswith(f"{folder / 'programs.txt'}: {said}")
-
-
-def test_long_programs_are_compared_in_one_pass() -> None:
-    """Of 40,000 instructions in another order; a set of all for each of them takes an hour."""
-    (whole,) = parse_programs("rank 0: " + " ".join(f"0F{k} 0B{k}" for k in range(20_000)))
-    check_whole((whole[::-1],), (whole,))
-    with pytest.raises(ScheduleError, match="rank 0 lacks 0B19999$"):
-        check_whole((whole[:-1],), (whole,))
-
-
-def test_a_stage_runs_as_edited(edit: Edit, before: dict[str, Tensor]) -> None:
-    """Stage 1 doubles the loss: so it is, and so are all gradients."""
-    result = "return (loss_cross_entropy_loss,)"
-    folder = edit("stage_1.py", result, result.replace(",)", " * 2,)"))
-    found = case("gpt", 2).run(folder)
-    assert equal(found, {name: 2 * tensor for name, tensor in before.items()})
-
-
-@pytest.mark.sweep(of=3)
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("ROWS = 2", "ROWS = 3", "it is for micro-batches of 3 rows (ROWS), and these have 2"),
-        ("class Stage1(", "class Stage7(", "it has no class Stage1, an nn.Module"),
-        (
-            "self.norm = States(weight=parameter(32), ",
-            "self.norm = States(",
-            "it lacks 'norm.weight'; the stage has it as a parameter float32[32]",
-        ),
-        (
-            "self.head = States(weight=parameter(64, 32))",
-            "self.head = States(weight=parameter(64, 31))",
-            "it declares 'head.weight' as float32[64, 31]; the stage has it as a parameter "
-            "float32[64, 32]",
-        ),
-        (
-            "self.head = States(",
-            "self.head = States(bias=parameter(64), ",
-            "it declares 'head.bias' float32[64], which the stage does not have",
-        ),
-        (
-            "super().__init__()",
-            "super().__init__(1)",
-            "stage_1.py cannot be run: TypeError: 'int' object is not a mapping",
-        ),
-        ("import torch\n", "import torch torch\n", "invalid syntax"),
-    ],
-)
-def test_a_stage_that_cannot_be(edit: Edit, old: str, new: str, said: str) -> None:
-    """Refused by name before the first step."""
-    folder = edit("stage_1.py", old, new)
-    with pytest.raises(PlanError, match=re.escape(said)) as error:
-        case("gpt", 2).run(folder)
-    assert str(folder / "stage_1.py") in str(error.value)
-    assert "emit" in str(error.value.hint) or "the model's" in str(error.value.hint)
-
-
-def test_a_stage_that_is_gone(edit: Edit) -> None:
-    """Bug: it was told as `stage_1.py cannot be run: PlanError: ...`, with the hint within."""
-    folder = edit("stage_1.py", "import torch", "import torch")
-    (folder / "stage_1.py").unlink()
-    with pytest.raises(PlanError) as error:
-        case("gpt", 2).run(folder)
-    assert error.value.message.endswith("stage_1.py: no such file in the emitted folder")
-    assert error.value.hint == "emit it again, with --force"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("return (blocks_2,)", "return (blocks_3,)", "NameError: name 'blocks_3' is not defined"),
-        ("return (blocks_2,)", "return (blocks_2 @ blocks_2,)", "RuntimeError: Expected size"),
-    ],
-)
-def test_a_stage_whose_forward_fails(edit: Edit, old: str, new: str, said: str) -> None:
-    """Bug: it was told as a bug of the run, without the file and its line."""
-    folder = edit("stage_0.py", old, new)
-    place = rf"{folder}/stage_0.py:\d+ `{re.escape(new)}`: stage_0.py cannot be run: {said}"
-    with pytest.raises(Exception, match=place):
-        case("gpt", 2).run(folder)
-
-
-def test_a_stage_that_gives_what_nobody_has_room_for(edit: Edit) -> None:
-    folder = edit("stage_0.py", "return (blocks_2,)", "return (blocks_2[:1],)")
-    said = (
-        r"stage_0.py: result 0 of forward is float32\[1, 12, 32\]; the stages that it goes to "
-        r"expect float32\[2, 12, 32\]"
-    )
-    with pytest.raises(Exception, match=said):
-        case("gpt", 2).run(folder)
-
-
-def test_another_plan_is_refused(edit: Edit) -> None:
-    folder = edit("plan.json", '"window": 2', '"window": 1')
-    with pytest.raises(PlanError, match="was emitted from another plan than the one given"):
-        Emitted.load(folder, case("gpt", 2).plan)
-
-
 # The folder
 
 
@@ -489,95 +241,3 @@ def test_a_folder_that_cannot_be_written_is_as_it_was(
         made.emit(folder, force=True)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-# Under torchrun
-
-
-TOLD = (
-    NET
-    + """
-
-class Telling(torch.optim.SGD):
-    def step(self):
-        gradients = [p.grad.reshape(-1).tolist() for p in self.param_groups[0]["params"]]
-        with open(f"gradients.{os.environ['RANK']}", "a") as file:
-            print(gradients, file=file)
-        super().step()
-
-
-def optimizer(parameters):
-    return Telling(parameters, lr=0.1) if "RANK" in os.environ else torch.optim.SGD(parameters)
-"""
-)
-
-
-def torchrun(*argv: str, folder: Path) -> Said:
-    launcher = (*TORCHRUN, "--nproc-per-node", "2", f"--master-port={free_port()}")
-    return end(start(*launcher, *argv, folder=folder))
-
-
-@pytest.mark.parametrize(
-    ("how", "launch"),
-    [
-        pytest.param(("--pp", "2"), torchrun, marks=pytest.mark.long),
-        pytest.param(  # with the same environment
-            ("--dp", "2", "--zero", "3"), partial(ranks, 2), marks=pytest.mark.long
-        ),
-        (  # ranks hold copies of what the files declare as masters
-            ("--dp", "2", "--zero", "3", "--precision", "bf16"),
-            partial(ranks, 2),
-        ),
-        pytest.param(
-            ("--dp", "2", "--zero", "1", "--precision", "bf16"),
-            partial(ranks, 2),
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=["torchrun", "zero 3", "zero 3, bf16", "zero 1, bf16"],
-)
-def test_torchrun_does_what_run_does(
-    how: Sequence[str],
-    launch: Callable[..., Said],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The same gradients to the bit, and the same last line."""
-    shell = Shell(tmp_path, monkeypatch, capsys)
-    shell.write("net.py", "import os\n" + TOLD)
-    shell.plan(2, *how, "--batch", "8", "--micro-batches", "2")
-    assert shell("emit", "plan.json", "-o", "out").out == "out\n"
-    assert Plan.load(tmp_path / "out" / "plan.json").source == "../net.py"
-
-    def gradients() -> list[str]:
-        files = [tmp_path / f"gradients.{rank}" for rank in range(2)]
-        found = [file.read_text() for file in files]
-        for file in files:
-            file.unlink()
-        return found
-
-    run = ranks(2, "-m", "autopipe", "run", "plan.json", "--steps", "3", folder=tmp_path)
-    assert run.code == 0, run.err
-    expected = gradients()
-    again = launch("out/train.py", "--steps", "3", folder=tmp_path)
-    assert again.code == 0, again.err
-    assert gradients() == expected
-    assert again.out.splitlines()[-1] == run.out.splitlines()[-1]
-
-
-def test_a_mistake_is_told_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As `autopipe run` tells it, and with its exit code."""
-    shell = Shell(tmp_path, monkeypatch, capsys)
-    shell.plan(1, "--pp", "1", "--batch", "8", "--micro-batches", "2")
-    assert shell("emit", "plan.json", "-o", "out").code == 0
-    missing = shell("emit", "plan.json", "-o", "other", "--model", "x.py")
-    assert missing.error.startswith("there is no model file 'x.py'")
-    programs_ = tmp_path / "out" / "programs.txt"
-    programs_.write_text(programs_.read_text().replace(" 0STEP", ""))
-    said = ranks(1, "out/train.py", "--steps", "1", folder=tmp_path)
-    wrong, hint = said.error.split("\n\n")
-    assert wrong == f"{programs_}: rank 0 lacks 0STEP"
-    assert hint == "hint: mend the file, or emit it again, with --force"

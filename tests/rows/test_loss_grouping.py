@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import autopipe
 from autopipe import Plan, SumCount
 from autopipe.errors import AutopipeError, ModelError
-from autopipe.planners.driver import make_plan
+from autopipe.planners.driver import checked_trace
 from autopipe.rows import loss_grouping
 from autopipe.tracing import source as tracing
 from autopipe.util import codec
@@ -371,7 +371,7 @@ def test_what_is_too_large_is_tried_on_fewer_tokens(monkeypatch):
         return lengths
 
     lengths: list[int] = []
-    monkeypatch.setattr(make_plan, "trace_source", traced)
+    monkeypatch.setattr(checked_trace, "trace_source", traced)
     monkeypatch.setattr(loss_grouping, "MOST_BYTES", 8000)
     monkeypatch.setattr(loss_grouping, "BYTES_OF_FEW", 4000)
     assert planned(root_of_rows) == [32, 10]

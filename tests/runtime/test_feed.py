@@ -61,7 +61,7 @@ def fed(
     said: list[str] = []
     feed = Feed(pipe, file, epochs, said.append)
     rows = [len(batch["x"]) for batch in feed]
-    feed.dry(steps)
+    feed.report_end(steps)
     return rows, said
 
 

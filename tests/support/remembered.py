@@ -32,7 +32,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.repeats import Short
 from autopipe.joint.dry_run_repeats import rehearse_deep
 from autopipe.planners.costs import plan_memory
-from autopipe.planners.driver import against_eager, arguments, make_plan
+from autopipe.planners.driver import against_eager, arguments, checked_trace, make_plan
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.planners.saved import saved_tensors
 from autopipe.planners.saved.observe import Levels, Seen, eager_levels, observe_saved
@@ -142,7 +142,7 @@ def traces_remembered() -> Iterator[None]:
     with (
         findings_remembered(),
         patch.object(make_plan, "bare", built),
-        patch.object(make_plan, "trace_source", traced),
+        patch.object(checked_trace, "trace_source", traced),
         patch.object(against_eager, "check", _once(against_eager.check)),
         patch.object(loss_grouping, "check", _once(loss_grouping.check)),
         patch.object(row_mixing, "remark", _once(row_mixing.remark, says=False)),
@@ -218,7 +218,7 @@ def file_remembered(path: Path) -> Iterator[None]:
             say(line)
         return found
 
-    with findings_remembered(), patch.object(make_plan, "trace_source", traced):
+    with findings_remembered(), patch.object(checked_trace, "trace_source", traced):
         yield
 
 

@@ -11,7 +11,7 @@ from autopipe.frontend import batch
 from autopipe.frontend.row_length import length_of, lengthened
 from autopipe.ir.graph import SEQUENCE
 from autopipe.tracing.source import trace_source
-from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths
+from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths, with_tokens
 from tests.support.models import LENGTH
 from tests.support.staged import traced_at
 from tests.support.zoo import ZOO
@@ -79,7 +79,7 @@ def test_at_every_length_it_is_the_trace_of_that_length(name: str, length: int) 
     found = traced(name)
     assert found.longest == LENGTH and not found.why
     assert SEQUENCE in found.trace.graph.inputs[next(iter(found.trace.graph.inputs))].shape
-    assert found.trace.graph.at_sequence(length) == traced_at(name, length).graph
+    assert with_tokens(found.trace.graph, length) == traced_at(name, length).graph
 
 
 class Table(nn.Module):
@@ -106,7 +106,7 @@ def test_a_model_with_a_table_as_long_as_its_example() -> None:
     assert found.longest == 15  # at 16 the slice is the whole table, and no node
     shorter = partial(inputs, length=9)
     alone = trace_source(Table, shorter(2), described(shorter), None).graph
-    made = [(node.name, node.outputs) for node in found.trace.graph.at_sequence(9).nodes]
+    made = [(node.name, node.outputs) for node in with_tokens(found.trace.graph, 9).nodes]
     assert made == [(node.name, node.outputs) for node in alone.nodes]
 
 

@@ -6,21 +6,21 @@ import sys
 
 import pytest
 
-from autopipe.util.gc_pause import resting
+from autopipe.util.gc_pause import collector_paused
 
 
 def test_it_rests_inside_and_searches_outside() -> None:
     assert gc.isenabled()
-    with resting():
+    with collector_paused():
         assert not gc.isenabled()
-        with resting():
+        with collector_paused():
             assert not gc.isenabled()
         assert not gc.isenabled(), "whoever turned it off turns it on"
     assert gc.isenabled()
 
 
 def test_it_searches_again_after_an_error() -> None:
-    with pytest.raises(KeyError), resting():
+    with pytest.raises(KeyError), collector_paused():
         raise KeyError("a plan that failed")
     assert gc.isenabled()
 
@@ -28,7 +28,7 @@ def test_it_searches_again_after_an_error() -> None:
 def test_who_has_turned_it_off_finds_it_off() -> None:
     gc.disable()
     try:
-        with resting():
+        with collector_paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -36,7 +36,7 @@ def test_who_has_turned_it_off_finds_it_off() -> None:
 
 
 def test_it_rests_for_as_long_as_a_function_runs() -> None:
-    assert resting()(gc.isenabled)() is False
+    assert collector_paused()(gc.isenabled)() is False
     assert gc.isenabled()
 
 

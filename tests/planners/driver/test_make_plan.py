@@ -45,7 +45,7 @@ def test_the_same_problem_is_the_same_bytes(
     model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced anew each time, too."""
-    monkeypatch.setattr("autopipe.planners.driver.make_plan.trace_source", trace_source)
+    monkeypatch.setattr("autopipe.planners.driver.checked_trace.trace_source", trace_source)
     monkeypatch.setattr("autopipe.planners.driver.make_plan.bare", bare)
     for name in ("one", "two"):
         free(**model).save(tmp_path / name)

@@ -173,7 +173,7 @@ class Square(nn.Module):
         return torch.einsum("bi,bj,bk->bijk", x, x, x).exp().mean()
 
 
-def test_a_run_of_another_size_must_be_as_foretold() -> None:
+def test_a_run_of_another_size_must_be_as_predicted() -> None:
     def inputs(rows: int) -> dict[str, Tensor]:
         return {"tokens": torch.zeros(rows, 16, dtype=torch.int64)}
 

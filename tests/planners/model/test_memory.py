@@ -12,7 +12,7 @@ from autopipe.planners.model import memory
 from autopipe.planners.model.block_parts import compositions
 from autopipe.planners.model.places import profile_of
 from autopipe.planners.model.problem import Config, Problem, splits
-from autopipe.planners.model.range_tables import gathered_bytes, tables
+from autopipe.planners.model.range_tables import tables
 from autopipe.planners.model.recompute_sets import recompute_sets
 from autopipe.planners.search.configs import configs
 from tests.support.problems import line, random_problem, rich_problem
@@ -31,7 +31,7 @@ def least_estimate(problem: Problem, config: Config, in_flight: int) -> np.ndarr
             held = int(sets.largest[number]) if dropped else 0
             parts = memory.estimate(ranges, problem, config, in_flight, dropped, held)
             here = numbers == number
-            least[here] = np.minimum(least, memory.peak(parts))[here]
+            least[here] = np.minimum(least, parts.peak)[here]
     return least
 
 
@@ -63,7 +63,7 @@ def test_of_units_without_transfers_the_bound_is_the_estimate() -> None:
     config = Config(1, 1, 4, 0, "1f1b")
     ranges = tables(problem, problem.profiles[0])
     for first, end in itertools.combinations(range(4), 2):
-        found = memory.peak(memory.estimate(ranges.at(first, end), problem, config, 2))
+        found = memory.estimate(ranges.at(first, end), problem, config, 2).peak
         assert memory.bound(problem, config).bytes(first, end, 2) == found == 420 * (end - first)
 
 
@@ -74,5 +74,5 @@ def test_what_is_held_fits_up_to_the_limit() -> None:
 
 def test_zero_3_gathers_a_unit_while_the_one_before_runs() -> None:
     """T + 2 U + U/n: a unit and the table that it comes out of, of which a rank gives its rows."""
-    assert gathered_bytes(10, 3, 4) == 3 + 2 * 10 + 3
-    assert gathered_bytes(np.array([8, 0]), np.array([0, 5]), 2).tolist() == [20, 5]
+    assert memory.gathered_bytes(10, 3, 4) == 3 + 2 * 10 + 3
+    assert memory.gathered_bytes(np.array([8, 0]), np.array([0, 5]), 2).tolist() == [20, 5]

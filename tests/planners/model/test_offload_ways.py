@@ -78,7 +78,7 @@ def seconds(problem: Problem, limit: int, host: float, in_flight: int = 8) -> fl
 def states(problem: Problem) -> int:
     """Bytes of a stage of all units without any activation."""
     every = tables(problem, problem.profiles[0]).at(0, problem.units)
-    return int(memory.peak(memory.estimate(every, problem, STAGE, 0)))
+    return int(memory.estimate(every, problem, STAGE, 0).peak)
 
 
 def test_what_computing_hides_costs_nothing_and_the_rest_its_copies() -> None:
@@ -180,7 +180,7 @@ def test_no_choice_of_what_every_block_does_is_quicker(seed: int) -> None:
         dropped, spent = sum(d for d, _ in less), sum(s for _, s in less)
         held = max(sizes) if dropped else 0
         kept = dropped + sum(gone), held, sum(gone[-2:])
-        peak = int(memory.peak(memory.estimate(every, problem, STAGE, 8, *kept)))
+        peak = int(memory.estimate(every, problem, STAGE, 8, *kept).peak)
         took = stage_seconds(problem, STAGE, place, every, spent, sum(gone)).whole
         return max(0, peak - limit), float(took)
 

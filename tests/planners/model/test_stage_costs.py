@@ -74,7 +74,7 @@ def test_bytes_by_what_they_are_for() -> None:
         activations=1 * (20 + 30 + 12),
         transfers=3 * 12 + 2 * 8,  # 3 posted ahead; a gradient leaves, and another is being made
     )
-    assert memory.peak(memory.estimate(ranges(), PROBLEM, TWO_STAGES, 1)) == found.peak
+    assert memory.estimate(ranges(), PROBLEM, TWO_STAGES, 1).peak == found.peak
 
 
 def test_what_runs_again_is_not_kept_but_is_there_once() -> None:
@@ -413,11 +413,8 @@ def test_the_set_is_the_cheapest_that_fits(seed: int) -> None:
         def bytes_of(number: int, i: int = i, j: int = j) -> int:
             dropped = int(sets.saved(number))
             held = int(sets.largest[numbers[i, j]]) if dropped else 0
-            return int(
-                memory.peak(
-                    memory.estimate(every.at(i, j), problem, config, place.in_flight, dropped, held)
-                )
-            )
+            at = every.at(i, j)
+            return int(memory.estimate(at, problem, config, place.in_flight, dropped, held).peak)
 
         fitting = [number for number in own if bytes_of(number) <= place.room]
         if fitting:

@@ -16,17 +16,12 @@ from autopipe.planners.search.bound import bound
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.dynamic import choose
 from autopipe.planners.search.registry import PLANNERS
-from autopipe.planners.search.relax import Relaxations
 from tests.support.long import chosen, sampled
 from tests.support.problems import line, random_problem, rich_problem
 
+pytestmark = pytest.mark.usefixtures("no_advice")
+
 MAKERS = {"plain": random_problem, "rich": rich_problem}
-
-
-@pytest.fixture(autouse=True)
-def no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`test_relax` is about what would fit; looking for it takes most of the time."""
-    monkeypatch.setattr(Relaxations, "that_help", lambda self: [])
 
 
 def limited(devices: Machine, memory: int) -> Machine:

@@ -92,7 +92,7 @@ def test_turns_end_with_the_budget(clock: Clock) -> None:
     ]
 
 
-def test_one_turn_in_any_case_unless_it_is_foretold_to_be_late(clock: Clock) -> None:
+def test_one_turn_in_any_case_unless_it_is_expected_to_be_late(clock: Clock) -> None:
     budget = Budget(1.0, CPU)
     assert microbench.in_turns([clock.takes(5.0)], budget, [5.0]) == [[]]
     assert microbench.in_turns([clock.takes(5.0)], budget) == [[5.0]]

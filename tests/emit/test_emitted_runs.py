@@ -1,0 +1,100 @@
+"""Emitted files under torchrun do what `autopipe run` does with the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from autopipe import Plan
+from tests.support.shell import NET, TORCHRUN, Said, Shell, end, free_port, ranks, start
+
+TOLD = (
+    NET
+    + """
+
+class Telling(torch.optim.SGD):
+    def step(self):
+        gradients = [p.grad.reshape(-1).tolist() for p in self.param_groups[0]["params"]]
+        with open(f"gradients.{os.environ['RANK']}", "a") as file:
+            print(gradients, file=file)
+        super().step()
+
+
+def optimizer(parameters):
+    return Telling(parameters, lr=0.1) if "RANK" in os.environ else torch.optim.SGD(parameters)
+"""
+)
+
+
+def torchrun(*argv: str, folder: Path) -> Said:
+    launcher = (*TORCHRUN, "--nproc-per-node", "2", f"--master-port={free_port()}")
+    return end(start(*launcher, *argv, folder=folder))
+
+
+@pytest.mark.parametrize(
+    ("how", "launch"),
+    [
+        pytest.param(("--pp", "2"), torchrun, marks=pytest.mark.long),
+        pytest.param(  # with the same environment
+            ("--dp", "2", "--zero", "3"), partial(ranks, 2), marks=pytest.mark.long
+        ),
+        (  # ranks hold copies of what the files declare as masters
+            ("--dp", "2", "--zero", "3", "--precision", "bf16"),
+            partial(ranks, 2),
+        ),
+        pytest.param(
+            ("--dp", "2", "--zero", "1", "--precision", "bf16"),
+            partial(ranks, 2),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["torchrun", "zero 3", "zero 3, bf16", "zero 1, bf16"],
+)
+def test_torchrun_does_what_run_does(
+    how: Sequence[str],
+    launch: Callable[..., Said],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same gradients to the bit, and the same last line."""
+    shell = Shell(tmp_path, monkeypatch, capsys)
+    shell.write("net.py", "import os\n" + TOLD)
+    shell.plan(2, *how, "--batch", "8", "--micro-batches", "2")
+    assert shell("emit", "plan.json", "-o", "out").out == "out\n"
+    assert Plan.load(tmp_path / "out" / "plan.json").source == "../net.py"
+
+    def gradients() -> list[str]:
+        files = [tmp_path / f"gradients.{rank}" for rank in range(2)]
+        found = [file.read_text() for file in files]
+        for file in files:
+            file.unlink()
+        return found
+
+    run = ranks(2, "-m", "autopipe", "run", "plan.json", "--steps", "3", folder=tmp_path)
+    assert run.code == 0, run.err
+    expected = gradients()
+    again = launch("out/train.py", "--steps", "3", folder=tmp_path)
+    assert again.code == 0, again.err
+    assert gradients() == expected
+    assert again.out.splitlines()[-1] == run.out.splitlines()[-1]
+
+
+def test_a_mistake_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `autopipe run` tells it, and with its exit code."""
+    shell = Shell(tmp_path, monkeypatch, capsys)
+    shell.plan(1, "--pp", "1", "--batch", "8", "--micro-batches", "2")
+    assert shell("emit", "plan.json", "-o", "out").code == 0
+    missing = shell("emit", "plan.json", "-o", "other", "--model", "x.py")
+    assert missing.error.startswith("there is no model file 'x.py'")
+    programs_ = tmp_path / "out" / "programs.txt"
+    programs_.write_text(programs_.read_text().replace(" 0STEP", ""))
+    said = ranks(1, "out/train.py", "--steps", "1", folder=tmp_path)
+    wrong, hint = said.error.split("\n\n")
+    assert wrong == f"{programs_}: rank 0 lacks 0STEP"
+    assert hint == "hint: mend the file, or emit it again, with --force"
