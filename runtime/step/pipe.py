@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.ir.graph import TensorSpec
 from autopipe.ir.partition import Stage
@@ -166,12 +166,16 @@ class Pipe(Kept):
         Raises:
             ModelError: the batch is not what the plan was made for, its rows do not divide, or
                 ranks were given different ones; no rank has sent anything then. Contents are
-                compared in the first step, numbers of rows in every one.
+                compared in the first step, numbers of rows in every one. Or gradients are off.
         """
+        if not torch.is_grad_enabled():
+            raise ModelError(
+                "pipe.step was called under torch.no_grad() or inference_mode(): no gradients",
+                hint="call it outside; pipe.evaluate(batch) gives the loss without gradients",
+            )
         with self._unmoved(self._resumed), self._watchdog.at(self.steps):
             loss = self._step(batch, sharded)
-        self._resumed = False
-        self._compared = True
+        self._resumed, self._compared = False, True
         self.steps += 1
         return loss
 
@@ -239,7 +243,6 @@ class Pipe(Kept):
         self, batch: Any, *, sharded: bool = False, outputs: Literal[True]
     ) -> tuple[Tensor, Any]: ...
 
-    @torch.no_grad()
     def evaluate(
         self, batch: Any, *, sharded: bool = False, outputs: bool = False
     ) -> Tensor | tuple[Tensor, Any]:
@@ -257,7 +260,8 @@ class Pipe(Kept):
         Raises:
             ModelError: as `step`.
         """
-        with self._watchdog.at(self.steps - 1):  # the last one still
+        # Steps use what is made here: no inference tensors. The watchdog is told the last step.
+        with torch.inference_mode(False), torch.no_grad(), self._watchdog.at(self.steps - 1):
             return self._evaluate(batch, sharded, outputs)
 
     def _evaluate(self, batch: Any, sharded: bool, outputs: bool) -> Tensor | tuple[Tensor, Any]:

@@ -25,6 +25,7 @@ from tests.support.pipes import (
     planned,
     refused,
     rows_of,
+    sgd,
     story,
     together,
     traced_once,
@@ -232,6 +233,35 @@ def a_stage_without_parameters() -> None:
     pipe = piped("linear", planned("linear", 2, 1, 2))
     together("linear", pipe)
     assert [name for name, _ in pipe.named_parameters()] == [["weight", "bias"], []][pipe.place.pp]
+
+
+@story(2)
+def an_optimizer_of_the_modules_own_parameters() -> None:
+    """Under ZeRO a rank's optimizer has rows of them: one of the whole ones would train nothing."""
+    case, plan = ZOO["linear"], planned("linear", 1, 2, 1, zero=1)
+    for others in (0, 1):  # another one beside the rank's own is no mistake
+        model = case.model()
+        pipe = autopipe.parallelize(model, plan, loss=case.loss)
+        wrong, own = sgd(model.parameters()), sgd(pipe.parameters())
+        pipe.step(drawn("linear", plan.batch.rows, 0))
+        wrong.step()
+        if others:
+            own.step()
+        told = "an optimizer was made of the module's own 'weight'", "pipe.parameters()"
+        with nullcontext() if others else refused(ModelError, *told):
+            pipe.step(drawn("linear", plan.batch.rows, 1))
+
+
+@story(2)
+def evaluation_in_inference_mode() -> None:
+    """A loop may evaluate so, with a batch that was made there; the steps after it train on."""
+    pipe, model = piped("gpt", planned("gpt", 2, 1, 2)), ZOO["gpt"].model()
+    with torch.inference_mode():
+        batch = ZOO["gpt"].inputs(4)
+        close(pipe.evaluate(batch), whole_loss("gpt", model.eval(), batch))
+        with refused(ModelError, "pipe.step was called under torch.no_grad() or inference_mode()"):
+            pipe.step(batch)
+    together("gpt", pipe)
 
 
 @story(2)
