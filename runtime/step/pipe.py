@@ -165,8 +165,8 @@ class Pipe(Kept):
 
         Raises:
             ModelError: the batch is not what the plan was made for, its rows do not divide, or
-                ranks were given different ones; no rank has sent anything then. Contents are
-                compared in the first step, numbers of rows in every one. Or gradients are off.
+                ranks were given different ones; no rank has sent anything then. All contents are
+                compared in the first step, some in every one. Or gradients are off.
         """
         if not torch.is_grad_enabled():
             raise ModelError(

@@ -2,13 +2,15 @@
 
 A rank that computes on other rows than its neighbour would end in the middle of gloo, which ends
 the process where a buffer is too small. So every step begins with a few bytes from every rank to
-every other; the whole contents are compared in the first step only.
+every other. The whole contents are compared in the first step, some values of them in each later
+one: a loader that shuffles by torch's generator gives one rank other batches from the day on which
+that rank alone draws a number.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,9 @@ from autopipe.frontend import batch, row_length
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
 from autopipe.util import codec
+
+SOME = 1024
+"""Values of each tensor that are compared in steps after the first: a hash of all takes long."""
 
 
 def check_same_plan(plan: Plan, world: dist.ProcessGroup | None) -> None:
@@ -55,7 +60,7 @@ def check_same(
     """Refuse, on every rank, batches that differ between ranks which must be given the same.
 
     Args:
-        contents: compare every value, and not the number of rows alone.
+        contents: compare every value first, and not some of them after the number of rows.
 
     Returns:
         The tokens of a row, of all replicas the mean; 0 where rows are no sequences.
@@ -71,18 +76,12 @@ def check_same(
         rows = batch.rows_of(plan.inputs, leaves)
     except ModelError as error:
         rows, refusal = -1, error
-    own = torch.tensor([batch.fingerprint(leaves) if contents else 0, rows, length])
+    own = torch.tensor([batch.fingerprint(leaves, None if contents else SOME), rows, length])
     gathered = list(torch.empty(len(plan.mesh.places), 3, dtype=own.dtype))
     dist.all_gather(gathered, own, group=world)
-    for peer in plan.mesh.places:
-        first = peer.dp * plan.mesh.tp if sharded else 0
-        if gathered[peer.rank][0] != gathered[first][0]:
-            whose = f"of data-parallel coordinate {peer.dp} " if sharded else ""
-            raise ModelError(
-                f"ranks {whose}were given different batches: rank {first} and rank {peer.rank}",
-                hint="every rank passes the same batch to step; a rank that passes its own "
-                "part says step(batch, sharded=True)",
-            )
+    marks = [int(of_rank[0]) for of_rank in gathered]
+    if contents:
+        _check_marks(plan, marks, sharded=sharded, first_time=True)
     if refusal is not None:
         raise refusal
     for peer in plan.mesh.places:
@@ -104,5 +103,25 @@ def check_same(
                 "and the parts of all data-parallel coordinates, must have as many",
                 hint="nothing of this step was sent; give every rank the same batch",
             )
+    if not contents:
+        _check_marks(plan, marks, sharded=sharded, first_time=False)
     # The mean over ranks is that over replicas, which have as many.
     return sum(int(of_rank[2]) for of_rank in gathered) / len(gathered)
+
+
+def _check_marks(plan: Plan, marks: Sequence[int], *, sharded: bool, first_time: bool) -> None:
+    """Refuse the fingerprints of all ranks if two differ that should not."""
+    for peer in plan.mesh.places:
+        first = peer.dp * plan.mesh.tp if sharded else 0
+        if marks[peer.rank] != marks[first]:
+            whose = f"of data-parallel coordinate {peer.dp} " if sharded else ""
+            again = "" if first_time else ", after batches that were the same"
+            raise ModelError(
+                f"ranks {whose}were given different batches{again}: rank {first} and rank "
+                f"{peer.rank}",
+                hint="every rank passes the same batch to step; a rank that passes its own "
+                "part says step(batch, sharded=True)"
+                if first_time
+                else "has one rank drawn random numbers that the others have not, as in an "
+                "evaluation of its own? Give the loader a generator with a seed of its own",
+            )

@@ -266,6 +266,15 @@ def test_fingerprints_tell_values_apart():
     assert 0 <= batches.fingerprint(half) < 2**63
 
 
+def test_fingerprints_of_some_values():
+    """Of all rows and of different columns, also where rows are as long as a power of two."""
+    one = torch.arange(512 * 64).view(512, 64) * torch.tensor([1] + 63 * [0])  # columns of zeros
+    other = torch.arange(512 * 64).view(512, 64)
+    some = [batches.fingerprint({"x": x}, 64) for x in (one, other, other.clone())]
+    assert some[0] != some[1] == some[2]
+    assert batches.fingerprint({"x": torch.tensor(1), "y": torch.zeros(0)}, 64) >= 0
+
+
 # A batch against a forward.
 
 

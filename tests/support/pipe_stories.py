@@ -447,8 +447,8 @@ def different_batches() -> None:
 
 @story(4)
 def other_rows_in_a_later_step() -> None:
-    """Only the first step compares contents, but every one the rows: a rank that is sent more than
-    it has room for would end inside of gloo, without a Python exception."""
+    """Only the first step compares all contents, but every one the rows: a rank that is sent more
+    than it has room for would end inside of gloo, without a Python exception."""
     plan = planned("gpt", 2, 2, 2)
     pipe, rank = refusing(), refusing().place.rank
     batch, more = ZOO["gpt"].inputs(plan.batch.rows), ZOO["gpt"].inputs(plan.batch.rows + 4)
@@ -463,4 +463,6 @@ def other_rows_in_a_later_step() -> None:
         said = "the batch has the entries ['tokens']" if rank == 2 else "rank 2 a batch that does"
         with refused(ModelError, said):
             run({"tokens": batch["tokens"]} if rank == 2 else batch)  # type: ignore[call-overload]
+        with refused(ModelError, "different batches, after batches that were the same", "rank 3"):
+            run(drawn("gpt", plan.batch.rows, int(rank == 3)))
     assert torch.equal(pipe.step(batch), expected)

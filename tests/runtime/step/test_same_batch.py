@@ -92,8 +92,15 @@ def test_other_contents(odd: int, check: Check) -> None:
     assert check(*given) == 4 * [f"ranks were given different batches: rank 0 and rank {odd}"]
 
 
-def test_contents_are_compared_only_when_asked_for(check: Check) -> None:
-    assert check(x(8), x(8, 1.0), x(8), x(8), contents=False) == FINE
+def test_some_values_are_compared_in_each_step(check: Check) -> None:
+    """Those of one rank's own shuffle differ nearly everywhere."""
+    same = "ranks were given different batches, after batches that were the same"
+    assert check(x(8), x(8, 1.0), x(8), x(8), contents=False) == 4 * [f"{same}: rank 0 and rank 1"]
+    assert check(x(8), x(8), x(8), x(8), contents=False) == FINE
+    assert check(x(4), x(4, 1.0), x(4), x(4, 1.0), sharded=True, contents=False) == FINE
+    other_corner = x(4000)
+    other_corner["x"][0, 1] = 1.0
+    assert check(x(4000), x(4000), x(4000), other_corner, contents=False) == FINE, "only some"
 
 
 def test_other_rows(check: Check) -> None:
