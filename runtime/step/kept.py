@@ -21,6 +21,7 @@ from autopipe.runtime.parameters.gradient_sum import Gradients
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
 from autopipe.runtime.step.prepare import Rank
+from autopipe.runtime.step.same_batch import check_same_call
 from autopipe.util import atomic_file
 from autopipe.util.progress import Say
 
@@ -72,6 +73,7 @@ class Kept:
         Raises:
             AutopipeError: the file or the folder cannot be written.
         """
+        check_same_call("save", self.plan, self._world)
         path = Path(path)
         if path.is_dir() or not path.suffix:
             saving = self.checkpoints(path)
@@ -101,6 +103,7 @@ class Kept:
         Raises:
             CheckpointError: there is no whole checkpoint, or it is of another model or optimizer.
         """
+        check_same_call("load", self.plan, self._world)
         loaded = self.checkpoints(Path(path)).load(self.content(optimizer, scheduler))
         if loaded is None:
             raise CheckpointError(f"{path} has no checkpoint", hint="pipe.save(folder) makes one")

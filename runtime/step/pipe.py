@@ -36,7 +36,7 @@ from autopipe.runtime.step.microbatches import EVEN, LossWeights, Microbatches, 
 from autopipe.runtime.step.outputs import gathered, mean_loss
 from autopipe.runtime.step.prepare import Rank
 from autopipe.runtime.step.ready import Ready
-from autopipe.runtime.step.same_batch import check_same
+from autopipe.runtime.step.same_batch import check_same, check_same_call
 from autopipe.runtime.step.stage import StepInput
 from autopipe.runtime.step.whole_loss import LossOfStep, buffers_restored
 from autopipe.stages.bind import Split
@@ -266,7 +266,7 @@ class Pipe(Kept):
 
     def _evaluate(self, batch: Any, sharded: bool, outputs: bool) -> Tensor | tuple[Tensor, Any]:
         leaves = batches.flatten(batch)
-        self._check_same(leaves, sharded=sharded, contents=not self._evaluated)
+        self._check_same(leaves, sharded=sharded, contents=not self._evaluated, call="evaluate")
         self._evaluated = True
         split = self._prepared.split(batch, outputs)
         parts = divide(self.plan, self.place, leaves, None, sharded=sharded)
@@ -294,10 +294,10 @@ class Pipe(Kept):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`.
 
-        Over all stages and shards; a tied parameter counts once. Returns the norm before, as
-        `torch.nn.utils.clip_grad_norm_` does for one process; infinity after a step of fp16 whose
-        gradients overflowed, and are dropped.
+        Every rank calls it. A tied parameter counts once. Returns the norm before, as torch's does
+        for one process; infinity after a step of fp16 whose gradients overflowed, and are dropped.
         """
+        check_same_call("clip_grad_norm_", self.plan, self._world)
         if not self.kept:
             return torch.tensor(torch.inf)
         owned = self._gradients.owned_gradients().items()

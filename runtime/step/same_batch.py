@@ -14,12 +14,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from autopipe.errors import ModelError, PlanError
+from autopipe.errors import LaunchError, ModelError, PlanError
 from autopipe.frontend import batch, row_length
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
 from autopipe.util import codec
+
+CALLS = "step", "evaluate", "clip_grad_norm_", "save", "load"
+"""Calls at whose door ranks exchange which one it is: they would wait for each other's messages."""
 
 SOME = 1024
 """Values of each tensor that are compared in steps after the first: a hash of all takes long."""
@@ -48,6 +52,37 @@ def check_same_plan(plan: Plan, world: dist.ProcessGroup | None) -> None:
             )
 
 
+def check_same_call(call: str, plan: Plan, world: dist.ProcessGroup | None) -> None:
+    """Refuse, on every rank, ranks that are at different calls, as after `if rank == 0:`.
+
+    Args:
+        call: the name of this one, among `CALLS`.
+
+    Raises:
+        LaunchError: names two of them.
+    """
+    if world is not None:
+        _heard(plan, world, torch.tensor([CALLS.index(call), 0, 0, 0]))
+
+
+def _heard(plan: Plan, world: dist.ProcessGroup, own: Tensor) -> list[Tensor]:
+    """What all ranks say at the door of a call, whose number comes first.
+
+    Raises:
+        LaunchError: as `check_same_call`.
+    """
+    gathered = list(torch.empty(len(plan.mesh.places), len(own), dtype=own.dtype))
+    dist.all_gather(gathered, own, group=world)
+    calls = [CALLS[int(of_rank[0])] for of_rank in gathered]
+    other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
+    if other is not None:
+        raise LaunchError(
+            f"rank 0 has called pipe.{calls[0]}, and rank {other} pipe.{calls[other]}",
+            hint="each rank makes all of these calls, in one order: none under `if rank == 0:`",
+        )
+    return gathered
+
+
 def check_same(
     plan: Plan,
     place: Place,
@@ -56,17 +91,20 @@ def check_same(
     *,
     sharded: bool,
     contents: bool,
+    call: str = "step",
 ) -> float:
     """Refuse, on every rank, batches that differ between ranks which must be given the same.
 
     Args:
         contents: compare every value first, and not some of them after the number of rows.
+        call: as of `check_same_call`.
 
     Returns:
         The tokens of a row, of all replicas the mean; 0 where rows are no sequences.
 
     Raises:
         ModelError: they differ, or the batch does not fit the plan on some rank.
+        LaunchError: as `check_same_call`.
     """
     length = row_length.length_in(plan.inputs, leaves) or 0
     if world is None:
@@ -76,16 +114,15 @@ def check_same(
         rows = batch.rows_of(plan.inputs, leaves)
     except ModelError as error:
         rows, refusal = -1, error
-    own = torch.tensor([batch.fingerprint(leaves, None if contents else SOME), rows, length])
-    gathered = list(torch.empty(len(plan.mesh.places), 3, dtype=own.dtype))
-    dist.all_gather(gathered, own, group=world)
-    marks = [int(of_rank[0]) for of_rank in gathered]
+    mark = batch.fingerprint(leaves, None if contents else SOME)
+    gathered = _heard(plan, world, torch.tensor([CALLS.index(call), mark, rows, length]))
+    marks = [int(of_rank[1]) for of_rank in gathered]
     if contents:
         _check_marks(plan, marks, sharded=sharded, first_time=True)
     if refusal is not None:
         raise refusal
     for peer in plan.mesh.places:
-        peer_length = int(gathered[peer.rank][2])
+        peer_length = int(gathered[peer.rank][3])
         # Each replica goes through its own pipeline; a loss over the batch sees all of them.
         independent = sharded and peer.dp != place.dp and plan.loss_over != BATCH
         if peer_length != length and not independent:
@@ -95,7 +132,7 @@ def check_same(
                 hint="nothing of this step was sent; pad to the same length on every rank",
             )
     for peer in plan.mesh.places:
-        peer_rows = int(gathered[peer.rank][1])
+        peer_rows = int(gathered[peer.rank][2])
         if peer_rows != rows:
             what = f"{peer_rows} rows" if peer_rows >= 0 else "a batch that does not fit the plan"
             raise ModelError(
@@ -106,7 +143,7 @@ def check_same(
     if not contents:
         _check_marks(plan, marks, sharded=sharded, first_time=False)
     # The mean over ranks is that over replicas, which have as many.
-    return sum(int(of_rank[2]) for of_rank in gathered) / len(gathered)
+    return sum(int(of_rank[3]) for of_rank in gathered) / len(gathered)
 
 
 def _check_marks(plan: Plan, marks: Sequence[int], *, sharded: bool, first_time: bool) -> None:

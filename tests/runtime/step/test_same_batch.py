@@ -14,10 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopipe import ModelError, Plan, PlanError
+from autopipe import LaunchError, ModelError, Plan, PlanError
 from autopipe.frontend import batch
 from autopipe.planfile.parts import InputSpec, Mesh
-from autopipe.runtime.step.same_batch import check_same, check_same_plan
+from autopipe.runtime.step.same_batch import (
+    CALLS,
+    check_same,
+    check_same_call,
+    check_same_plan,
+)
 from tests.support.plans import example_plan
 
 WORLD = cast(dist.ProcessGroup, "all ranks")
@@ -101,6 +106,22 @@ def test_some_values_are_compared_in_each_step(check: Check) -> None:
     other_corner = x(4000)
     other_corner["x"][0, 1] = 1.0
     assert check(x(4000), x(4000), x(4000), other_corner, contents=False) == FINE, "only some"
+
+
+def test_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`if rank == 0: pipe.evaluate(batch)`: each rank says so, and waits for nobody."""
+
+    def all_gather(found: list[Tensor], mine: Tensor, group: dist.ProcessGroup) -> None:
+        found[:] = [torch.tensor([CALLS.index("evaluate"), 7, 8, 0]), mine, mine, mine]
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    told = "^rank 0 has called pipe.evaluate, and rank 1 pipe"
+    with pytest.raises(LaunchError, match=rf"{told}\.step\nhint: each rank makes all"):
+        one, leaves = plan().mesh.places[1], batch.flatten(x(8))
+        check_same(plan(), one, WORLD, leaves, sharded=False, contents=False)
+    for call in ("clip_grad_norm_", "save", "load"):
+        with pytest.raises(LaunchError, match=rf"{told}\.{call}"):
+            check_same_call(call, plan(), WORLD)
 
 
 def test_other_rows(check: Check) -> None:
