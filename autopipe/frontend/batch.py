@@ -207,9 +207,12 @@ def rows_of(specs: Sequence[InputSpec], leaves: Mapping[str, Leaf]) -> int:
     for spec in specs:
         leaf = leaves[spec.path]
         if spec.dtype == "python":
-            if leaf != spec.value or isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) or leaf != spec.value:
+                given = repr(leaf)
+                if isinstance(leaf, Tensor) and leaf.numel() > 1:
+                    given = f"a tensor of shape {[*leaf.shape]}"
                 raise ModelError(
-                    f"batch[{spec.path!r}] is {leaf!r}; the plan was made with {spec.value!r}, "
+                    f"batch[{spec.path!r}] is {given}; the plan was made with {spec.value!r}, "
                     "which the traced graph holds as a constant",
                     hint="what changes from step to step is a tensor of no dims: "
                     f"torch.tensor({leaf!r})"

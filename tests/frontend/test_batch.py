@@ -145,6 +145,11 @@ UNFIT = {
         "batch['nothing'] is tensor([0.]); the plan was made with None, which the traced graph "
         "holds as a constant",
     ),
+    "a large tensor": (
+        {"mode": torch.zeros(4, 8)},
+        "batch['mode'] is a tensor of shape [4, 8]; the plan was made with 'train', which the "
+        "traced graph holds as a constant",
+    ),
 }
 
 
@@ -157,6 +162,10 @@ def test_a_number_that_changes_is_to_be_a_tensor():
     assert refused.value.hint == (
         "what changes from step to step is a tensor of no dims: torch.tensor(0.5)"
     )
+    with pytest.raises(
+        ModelError, match=r"is a tensor of shape \[4\]; the plan was made with 1\.0"
+    ):
+        batches.rows_of(specs, {"x": torch.zeros(4, 2), "beta": torch.ones(4)})
 
 
 @pytest.mark.parametrize(("entries", "sentence"), UNFIT.values(), ids=UNFIT)
