@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.errors import CheckpointError
+from autopipe.errors import AutopipeError, CheckpointError
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Place
 from autopipe.runtime.checkpoint.checkpoints import KEEP, Checkpoints, Loaded
@@ -45,6 +45,14 @@ class Kept:
         under ZeRO this rank's shards of them.
         """
         yield from self._gradients.shards().items()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse `copy.deepcopy`, as of a mean of weights, and pickle."""
+        raise AutopipeError(
+            "a pipe cannot be copied or pickled: it has connections to the other ranks",
+            hint="copy its values, {n: p.detach().clone() for n, p in pipe.named_parameters()}; "
+            "pipe.save(folder) writes a checkpoint",
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers; all ranks' together are the model's.
