@@ -112,6 +112,7 @@ class Feed:
             "drawn": self._drawn,
             "given": self.given,
             "left_out": self.left_out,
+            "rows": self._rows,
             "random": plain([*_random_states()], "random"),
         }
         if hasattr(self._iterable, "load_state_dict"):
@@ -124,7 +125,15 @@ class Feed:
             self._epoch_at, self._drawn = int(position["epoch"]), int(position["drawn"])
             self.given, self.left_out = int(position["given"]), int(position["left_out"])
             self._random = like(_random_states(), position["random"])
+            rows = int(position.get("rows", self._rows))  # earlier versions do not say
         self._resumed = position
+        asked = self._file.batches is not None and self._file.called and "batches" not in position
+        if rows != self._rows and self._drawn and asked:
+            change = "gives some rows twice" if rows > self._rows else "leaves some rows out"
+            self._say(
+                f"{self._asking()} goes on after {self._drawn} batches, as the checkpoint says; "
+                f"but its batches had {rows} rows, so this {change}"
+            )
 
     def _passed_over(self) -> Iterator[Any]:
         """The batches of an epoch from where the run stands in it."""

@@ -82,5 +82,6 @@ def parallelize(
     rank = Rank(part, checked.compute, transport, held, checked.emitted, replicas)
     evaluation = partial(split_to_evaluate, model, loss, part, sharding)
     at_length = partial(split_at_length, traces_at_lengths(model, loss, plan), part, sharding)
-    unmoved = Unmoved(model, traced, loss, plan, held.states).step
+    shards = held.gradients.shards()
+    unmoved = Unmoved(model, traced, loss, plan, held.states, shards).step
     return Pipe(rank, own, joined.watchdog, joined.world, evaluation, at_length, seed, unmoved)

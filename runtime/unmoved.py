@@ -7,17 +7,20 @@ Another trace shows whether the value is in the graph.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from autopipe.errors import ModelError
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.model_file import OF_FILES
 from autopipe.ir.fingerprint import fingerprint, first_difference
+from autopipe.ir.torch_private import version
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.between import Between, MovedValue
 from autopipe.runtime.copied import Copied
@@ -25,6 +28,9 @@ from autopipe.runtime.moved_frozen import MovedFrozen
 from autopipe.runtime.start import TracedModel
 from autopipe.tracing.source import Source, bare, trace_as_planned
 from autopipe.util import seeding
+
+FIRST_STEPS = 3
+"""After so many steps nobody looks for an optimizer of other parameters."""
 
 
 class Unmoved:
@@ -34,6 +40,7 @@ class Unmoved:
         model: the model as the user has given it.
         traced: its trace on this rank.
         held: the tensors that the rank reads, by name.
+        trained: what its optimizer is to update, by name.
     """
 
     def __init__(
@@ -43,6 +50,7 @@ class Unmoved:
         loss: Loss | None,
         plan: Plan,
         held: Mapping[str, Tensor],
+        trained: Mapping[str, nn.Parameter],
     ) -> None:
         self._model, self._traced, self._loss, self._plan = model, traced, loss, plan
         self._looked_at = model if isinstance(model, nn.Module) else traced.skeleton
@@ -51,6 +59,7 @@ class Unmoved:
         self._copied = Copied(self._between.models, held)
         parts = plan.mesh.pp > 1 or plan.mesh.tp > 1 or bool(plan.zero)
         self._frozen = MovedFrozen(self._between.models, parts=parts)
+        self._updated = _Updated(self._looked_at, trained)
 
     @contextmanager
     def step(self, resumed: bool) -> Iterator[None]:
@@ -63,7 +72,8 @@ class Unmoved:
         Raises:
             ModelError: a value that the graph contains has changed, a buffer was replaced, a weight
                 was written of which this rank trains a copy, or a frozen one; or a parameter is
-                trained that was frozen; names it.
+                trained that was frozen; names it. Or an optimizer was made of the module's own
+                parameters, and not of this rank's.
         """
         if resumed:
             self._note()
@@ -72,12 +82,14 @@ class Unmoved:
         if (name := self._copied.written()) is not None:
             raise _of_copy(name)
         self._frozen.check()
+        self._updated.check()
         for moved in self._between.moved():
             self._moves[moved.name] += 1
             if self._moves[moved.name].bit_count() == 1:  # its 1st, 2nd, 4th ... time: a count that
                 self._check(moved)  # nobody looks at yet would be traced for in every step
         yield
         self._note()
+        self._updated.note()
 
     def _note(self) -> None:
         """Take the present values as unchanged."""
@@ -116,6 +128,54 @@ class Unmoved:
         if fingerprint(trace.graph) == self._plan.fingerprint:
             return None
         return first_difference(trace.graph, self._plan.trail)
+
+
+class _Updated:
+    """Finds an optimizer of a module's own parameters, of which this rank trains copies.
+
+        optimizer = torch.optim.AdamW(model.parameters())     and not pipe.parameters()
+
+    Those never get a gradient, and such an optimizer skips them: nothing would be trained.
+    """
+
+    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+        self._model, self._trained = model, trained
+        self._steps = FIRST_STEPS
+        self._written: int | None = None
+
+    def note(self) -> None:
+        """A step has ended, perhaps with gradients."""
+        with_gradients = any(p.grad is not None for p in self._trained.values())
+        self._written = self._writes() if with_gradients else None
+
+    def check(self) -> None:
+        """Look at the first steps' updates.
+
+        Raises:
+            ModelError: there was none, and there is such an optimizer.
+        """
+        if not self._steps or self._written is None:
+            return
+        self._steps -= 1
+        if self._written != self._writes():
+            return
+        copied = {
+            id(one): name
+            for name, one in self._model.named_parameters()
+            if name in self._trained and self._trained[name] is not one
+        }
+        optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+        groups = [group for one in optimizers for group in one.param_groups]
+        name = next((copied[id(p)] for g in groups for p in g["params"] if id(p) in copied), None)
+        if name is not None:
+            raise ModelError(
+                f"an optimizer was made of the module's own {name!r}, of which this rank trains a "
+                "part or a copy: the step before has changed no weight",
+                hint="make it of this rank's parameters: torch.optim.AdamW(pipe.parameters())",
+            )
+
+    def _writes(self) -> int:
+        return sum(map(version, self._trained.values()))
 
 
 def _of_buffer(moved: MovedValue) -> ModelError:

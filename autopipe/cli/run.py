@@ -316,12 +316,15 @@ def _train(
     if max_grad_norm is not None:
         norm = check_norm(max_grad_norm, "--max-grad-norm")
         file = replace(file, max_grad_norm=norm)
+    random = file.loaded is not None and file.weights is None and built["weights"] is None
     build, weights = file.start() if built["weights"] is None else (file.model, built["weights"])
     built = built | {"weights": weights}
     pipe = parallelize(build, plan, loss=file.loss, say=say, **built)
     if pipe.place.rank == 0:
         for line in file.since_planning(plan):
             tell(line)
+        if random and not (keeping and keeping["resume"]):
+            tell(f"{source}: the folder has no weights, so that the run begins with random numbers")
     saving = Keeping(**keeping) if keeping is not None else None
     if record is not None and pipe.place.rank == 0:
         replace(plan, source=relative(source, record.resolve())).save(record / recorded.PLAN)

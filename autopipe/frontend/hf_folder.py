@@ -4,7 +4,8 @@ config.json --AutoConfig--> configuration --architectures[0]--> model(), without
                                           --what it is for----> inputs(batch_size)
 *.safetensors beside it ------------------------------------> the weights that `run` starts from,
                                                               read by name or, if transformers
-                                                              renames or stacks them, by that
+                                                              renames or stacks them, by that, as
+                                                              pytorch_model*.bin is
 
     ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM       tokens, which are the labels too
     ...ForConditionalGeneration with words alone         tokens, and labels
@@ -16,6 +17,7 @@ config.json --AutoConfig--> configuration --architectures[0]--> model(), without
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,7 +93,8 @@ def as_module(source: str) -> SimpleNamespace:
         whole_model: nn.Module = pretrained
         return whole_model
 
-    weights = folder if any(folder.glob("*.safetensors")) else None
+    kinds = "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin"
+    weights = folder if any(any(folder.glob(kind)) for kind in kinds) else None
     return SimpleNamespace(model=model, inputs=inputs, weights=weights, loaded=loaded)
 
 
@@ -99,8 +102,11 @@ def lacks(folder: Path, model: Callable[[], nn.Module]) -> bool:
     """Whether a folder's weights lack a tensor of the model under all of its names.
 
     They do where transformers renames or stacks tensors as it reads them: experts that are stored
-    one by one, or a body that is stored without its head's prefix.
+    one by one, a body that is stored without its head's prefix, or files of torch.save, whose
+    names are often older.
     """
+    if not _whole(folder):  # an error where they are read
+        return False
     stored: set[str] = set()
     for path in folder.glob("*.safetensors"):
         try:
@@ -112,6 +118,19 @@ def lacks(folder: Path, model: Callable[[], nn.Module]) -> bool:
     for name, tensor in build_fake(model).state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), set()).add(name)
     return not all(stored & aliases for aliases in names.values())
+
+
+def _whole(folder: Path) -> bool:
+    """Whether a folder has all files that its index of weights names."""
+    try:
+        names = {
+            name
+            for index in folder.glob("*.safetensors.index.json")
+            for name in json.loads(index.read_text())["weight_map"].values()
+        }
+    except (ValueError, KeyError, AttributeError):
+        return False
+    return all((folder / name).is_file() for name in names)
 
 
 def hint_for(path: Path) -> str | None:

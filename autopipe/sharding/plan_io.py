@@ -16,13 +16,14 @@ from collections.abc import Iterator, Sequence
 
 from autopipe.errors import PlanError
 from autopipe.ir.blocks import Block, Visit
-from autopipe.ir.dataflow import gradient_values
+from autopipe.ir.dataflow import Dataflow, gradient_values
 from autopipe.ir.graph import Graph, at_batch
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import BlockClass, Collective, WrittenPlacement
 from autopipe.planfile.placements import Placement, Sharding, parse
 from autopipe.sharding.local_graph import blocks_of, sent_by, whole_bytes
+from autopipe.sharding.strategies import check_possible, possible_in
 
 
 def write_down(
@@ -114,6 +115,31 @@ def read_back(plan: Plan) -> Sharding:
             home = f"{Visit.of(prefix).module}." if prefix else ""
             states[f"{home}{written.name}"] = output
     return Sharding(plan.mesh.tp, states, nodes)
+
+
+def fitted(
+    sharding: Sharding,
+    plan: Plan,
+    flow: Dataflow,
+    length: int | None = None,
+    *,
+    other: bool = False,
+) -> Sharding:
+    """The sharding of a plan for one of its graphs.
+
+    Args:
+        flow: of the graph.
+        length: tokens of a row, if the sequence is a symbol.
+        other: whether the graph is not the plan's, but in evaluation or of shorter rows.
+
+    Raises:
+        PlanError: the plan was changed by hand, and ranks would compute something else.
+    """
+    if other:
+        return possible_in(flow, sharding)
+    if plan.edited or not plan.made:
+        check_possible(flow, sharding, length)
+    return sharding
 
 
 def _all(plan: Plan) -> Iterator[tuple[str, str, WrittenPlacement]]:

@@ -15,15 +15,16 @@ What runs a user's own backward has the first alone (`_OWN_BACKWARD`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from autopipe.errors import PlanError
 from autopipe.ir.dataflow import Dataflow
-from autopipe.ir.graph import READ_OP, REGION_OP, Node, resolve
+from autopipe.ir.graph import READ_OP, REGION_OP, Node, State, Value, resolve
 from autopipe.ir.opaque_ops import COND_OP, FUNCTION_OP
-from autopipe.planfile.placements import I, P, Placement, R, S, Sharding
+from autopipe.planfile.placements import I, P, Placement, R, S, Sharding, moves
 from autopipe.sharding.op import Model, Op, Rule, Shards, Strategy
 from autopipe.sharding.rules_compute import LAYERS
 from autopipe.sharding.rules_layout import SHAPES
@@ -73,17 +74,85 @@ def possible_in(flow: Dataflow, sharding: Sharding) -> Sharding:
     return replace(sharding, nodes=found)
 
 
-def _allows(model: Model, node: Node, inputs: Sequence[Placement], output: Placement) -> bool:
-    """Whether a node has a strategy with these placements."""
+def check_possible(flow: Dataflow, sharding: Sharding, length: int | None = None) -> None:
+    """Refuse a sharding that somebody has written by hand, if ranks would compute something else.
+
+    Args:
+        flow: of the graph for which it was written.
+        length: as of `Model`.
+
+    Raises:
+        PlanError: names a parameter or a node, and its placements that no rule has.
+    """
+    model = Model(flow, sharding.ranks, length)
+    made: dict[Value, Placement] = {}
+    for name in flow.graph.states:
+        state, placement = State(name), sharding.states.get(name, I)
+        if not _holds(model, state, placement):
+            raise _no_strategy(name, (), placement)
+        made[state] = model.normal(state, placement)
+    for node in flow.graph.nodes:
+        inputs, output = sharding.nodes.get(node.name, ((), I))
+        if node.name in sharding.nodes and not _allows(model, node, inputs, output, exactly=True):
+            raise _no_strategy(node.name, inputs, output)
+        values = model.tensors(node)
+        for value, wanted in zip(values, inputs or (I,) * len(values), strict=True):
+            source, target = made.get(value, I), model.normal(value, wanted)
+            if moves(source, target, value in model.carrying) is None:
+                raise _no_strategy(node.name, inputs, output)
+        for result in Op(model, node, lambda value: ()).outputs:
+            made[result] = model.normal(result, output)
+
+
+def _holds(model: Model, state: State, placement: Placement) -> bool:
+    """Whether ranks can hold a parameter, buffer or constant so."""
+    if not placement.sharded:
+        return placement != P
+    if model.graph.states[state.name].kind != "parameter" or state in model.fixed:
+        return False
+    return placement.dim < len(model.shape(state)) and model.can_shard(state, placement)
+
+
+def _no_strategy(name: str, inputs: Sequence[Placement], output: Placement) -> PlanError:
+    lies = f"{', '.join(map(str, inputs))} -> {output}" if inputs else str(output)
+    return PlanError(
+        f"plan: {name!r} is to lie as {lies}, which no rule of tensor parallelism gives: ranks "
+        "would compute something else",
+        hint="take back that change in `states` of the plan, or make the plan again with "
+        "`autopipe plan`",
+    )
+
+
+def _allows(
+    model: Model,
+    node: Node,
+    inputs: Sequence[Placement],
+    output: Placement,
+    *,
+    exactly: bool = False,
+) -> bool:
+    """Whether a node has a strategy with these placements.
+
+    Args:
+        exactly: gradients have to lie so, too.
+    """
     if len(inputs) != len(model.tensors(node)):
         return False
     lie = dict(zip(model.tensors(node), inputs, strict=True))
-    made = dict.fromkeys(Op(model, node, lambda value: ()).outputs, output)
+    outputs: tuple[Value, ...] = Op(model, node, lambda value: ()).outputs
+    made = dict.fromkeys(outputs, output)
     if any(p.sharded and p.dim >= len(model.shape(v)) for v, p in (*lie.items(), *made.items())):
         return False
-    wanted = [*map(_held, inputs), _held(output)]
+
+    def alike(placements: Mapping[Value, Placement]) -> list[Placement]:
+        return [model.normal(v, p) if exactly else _held(p) for v, p in placements.items()]
+
     every = strategies(model, node, lambda value: (lie[value],) if lie[value].sharded else ())
-    return any([*(_held(one.inputs[v]) for v in lie), _held(one.output)] == wanted for one in every)
+    wanted = alike(lie), alike(made)
+    return any(
+        (alike({v: one.inputs[v] for v in lie}), alike(dict.fromkeys(made, one.output))) == wanted
+        for one in every
+    )
 
 
 def _held(placement: Placement) -> Placement:

@@ -32,8 +32,7 @@ from autopipe.rewriting.label_counts import LabelCounts, label_counts
 from autopipe.rewriting.loss_in_parts import in_parts
 from autopipe.schedules.instructions import Programs, splits
 from autopipe.sharding.local_graph import blocks_of, held_whole, shard_graph, shardable
-from autopipe.sharding.plan_io import read_back
-from autopipe.sharding.strategies import possible_in
+from autopipe.sharding.plan_io import fitted, read_back
 from autopipe.stages import sent_parts
 from autopipe.stages.loss_cut import cut_loss
 from autopipe.stages.precision import PRECISIONS
@@ -83,7 +82,7 @@ def split_as_planned(
         sharding: `read_back` of the plan, if already made.
 
     Raises:
-        PlanError: the plan belongs to another model, or a cut is not legal.
+        PlanError: the plan belongs to another model, or a cut or a placement is not legal.
     """
     graph = traced.graph
     if fingerprint.fingerprint(graph) != plan.fingerprint:
@@ -299,8 +298,8 @@ def rank_trace(
     traced, blocks = replace(traced, graph=graph), find_blocks(graph)
     if plan.mesh.tp == 1:
         return RankTrace(traced, blocks, whole, labels)
-    sharding, flow = sharding or read_back(plan), shardable(graph)
-    sharding = possible_in(flow, sharding) if other else sharding
+    flow = shardable(graph)
+    sharding = fitted(sharding or read_back(plan), plan, flow, length, other=other)
     shard = shard_graph(flow, sharding, tp, length=length)
     held = held_whole(flow, shard, sharding, length=length) if sent_parts.in_parts_of(plan) else {}
     blocks, traced = blocks_of(shard, blocks), replace(traced, graph=shard)

@@ -51,6 +51,11 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
     built = plain(built)
     _check_tensors(built)
     _check_tied(built)
+    if say is not None and not built.training:
+        say(
+            "the model is given in evaluation mode (.eval()); steps run it as after .train(), with "
+            "dropout and with batch norm by the batch (parts of a model in training stay as given)"
+        )
     return built
 
 

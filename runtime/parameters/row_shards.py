@@ -85,13 +85,16 @@ class RowShards:
         self._masters = masters or {}
         self._groups = groups
         self._of: dict[nn.Parameter, nn.Parameter] = {}
+        self._views: set[str] = set()
         for name, parameter in parameters.items():
             if name not in groups or not (parameter.requires_grad or name in self._masters):
                 continue
             own = self.rows[name] = rows_of_this_rank(parameter, groups[name])
             rows = self._masters.get(name)
-            shard = nn.Parameter(in_rows(parameter.detach(), own)) if rows is None else rows
-            self.shards[name] = self._of[parameter] = shard
+            if rows is None:
+                self._views.add(name)
+                rows = nn.Parameter(in_rows(parameter.detach(), own))
+            self.shards[name] = self._of[parameter] = rows
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -99,6 +102,7 @@ class RowShards:
 
         It always fetches: an update that bypasses the optimizer, by `.data`, cannot be noticed.
         """
+        self._leave_views()
         ends: deque[Callable[[], None]] = deque()
         for group, names in by_group(self.rows, self._groups).items():
             for members in buckets(names, self._parameters, lambda parameter: parameter.dtype):
@@ -108,6 +112,17 @@ class RowShards:
                     ends.popleft()()
         while ends:
             ends.popleft()()
+
+    def _leave_views(self) -> None:
+        """Move whole parameters whose shards have been given another memory.
+
+        kept, p.data = p.data, average      `kept` is a view of the whole, which is fetched into
+        """
+        for name in tuple(self._views):
+            whole, shard = self._parameters[name], self.shards[name]
+            if shard.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+                whole.data = torch.empty_like(whole)
+                self._views.discard(name)
 
     @torch.no_grad()
     def master(self, name: str) -> Tensor | None:

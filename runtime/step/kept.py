@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.errors import CheckpointError
+from autopipe.errors import AutopipeError, CheckpointError
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Place
 from autopipe.runtime.checkpoint.checkpoints import KEEP, Checkpoints, Loaded
@@ -21,6 +21,7 @@ from autopipe.runtime.parameters.gradient_sum import Gradients
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
 from autopipe.runtime.step.prepare import Rank
+from autopipe.runtime.step.same_batch import check_same_call
 from autopipe.util import atomic_file
 from autopipe.util.progress import Say
 
@@ -44,6 +45,14 @@ class Kept:
         under ZeRO this rank's shards of them.
         """
         yield from self._gradients.shards().items()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse `copy.deepcopy`, as of a mean of weights, and pickle."""
+        raise AutopipeError(
+            "a pipe cannot be copied or pickled: it has connections to the other ranks",
+            hint="copy its values, {n: p.detach().clone() for n, p in pipe.named_parameters()}; "
+            "pipe.save(folder) writes a checkpoint",
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers; all ranks' together are the model's.
@@ -72,6 +81,7 @@ class Kept:
         Raises:
             AutopipeError: the file or the folder cannot be written.
         """
+        check_same_call("save", self.plan, self._world)
         path = Path(path)
         if path.is_dir() or not path.suffix:
             saving = self.checkpoints(path)
@@ -101,6 +111,7 @@ class Kept:
         Raises:
             CheckpointError: there is no whole checkpoint, or it is of another model or optimizer.
         """
+        check_same_call("load", self.plan, self._world)
         loaded = self.checkpoints(Path(path)).load(self.content(optimizer, scheduler))
         if loaded is None:
             raise CheckpointError(f"{path} has no checkpoint", hint="pipe.save(folder) makes one")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.ir.graph import TensorSpec
 from autopipe.ir.partition import Stage
@@ -36,7 +36,7 @@ from autopipe.runtime.step.microbatches import EVEN, LossWeights, Microbatches, 
 from autopipe.runtime.step.outputs import gathered, mean_loss
 from autopipe.runtime.step.prepare import Rank
 from autopipe.runtime.step.ready import Ready
-from autopipe.runtime.step.same_batch import check_same
+from autopipe.runtime.step.same_batch import check_same, check_same_call
 from autopipe.runtime.step.stage import StepInput
 from autopipe.runtime.step.whole_loss import LossOfStep, buffers_restored
 from autopipe.stages.bind import Split
@@ -165,13 +165,17 @@ class Pipe(Kept):
 
         Raises:
             ModelError: the batch is not what the plan was made for, its rows do not divide, or
-                ranks were given different ones; no rank has sent anything then. Contents are
-                compared in the first step, numbers of rows in every one.
+                ranks were given different ones; no rank has sent anything then. All contents are
+                compared in the first step, some in every one. Or gradients are off.
         """
+        if not torch.is_grad_enabled():
+            raise ModelError(
+                "pipe.step was called under torch.no_grad() or inference_mode(): no gradients",
+                hint="call it outside; pipe.evaluate(batch) gives the loss without gradients",
+            )
         with self._unmoved(self._resumed), self._watchdog.at(self.steps):
             loss = self._step(batch, sharded)
-        self._resumed = False
-        self._compared = True
+        self._resumed, self._compared = False, True
         self.steps += 1
         return loss
 
@@ -239,7 +243,6 @@ class Pipe(Kept):
         self, batch: Any, *, sharded: bool = False, outputs: Literal[True]
     ) -> tuple[Tensor, Any]: ...
 
-    @torch.no_grad()
     def evaluate(
         self, batch: Any, *, sharded: bool = False, outputs: bool = False
     ) -> Tensor | tuple[Tensor, Any]:
@@ -257,12 +260,13 @@ class Pipe(Kept):
         Raises:
             ModelError: as `step`.
         """
-        with self._watchdog.at(self.steps - 1):  # the last one still
+        # Steps use what is made here: no inference tensors. The watchdog is told the last step.
+        with torch.inference_mode(False), torch.no_grad(), self._watchdog.at(self.steps - 1):
             return self._evaluate(batch, sharded, outputs)
 
     def _evaluate(self, batch: Any, sharded: bool, outputs: bool) -> Tensor | tuple[Tensor, Any]:
         leaves = batches.flatten(batch)
-        self._check_same(leaves, sharded=sharded, contents=not self._evaluated)
+        self._check_same(leaves, sharded=sharded, contents=not self._evaluated, call="evaluate")
         self._evaluated = True
         split = self._prepared.split(batch, outputs)
         parts = divide(self.plan, self.place, leaves, None, sharded=sharded)
@@ -290,10 +294,10 @@ class Pipe(Kept):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`.
 
-        Over all stages and shards; a tied parameter counts once. Returns the norm before, as
-        `torch.nn.utils.clip_grad_norm_` does for one process; infinity after a step of fp16 whose
-        gradients overflowed, and are dropped.
+        Every rank calls it. A tied parameter counts once. Returns the norm before, as torch's does
+        for one process; infinity after a step of fp16 whose gradients overflowed, and are dropped.
         """
+        check_same_call("clip_grad_norm_", self.plan, self._world)
         if not self.kept:
             return torch.tensor(torch.inf)
         owned = self._gradients.owned_gradients().items()

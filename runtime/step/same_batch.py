@@ -2,7 +2,9 @@
 
 A rank that computes on other rows than its neighbour would end in the middle of gloo, which ends
 the process where a buffer is too small. So every step begins with a few bytes from every rank to
-every other; the whole contents are compared in the first step only.
+every other. The whole contents are compared in the first step, some values of them in each later
+one: a loader that shuffles by torch's generator gives one rank other batches from the step on in
+which that rank alone draws a number.
 """
 
 from __future__ import annotations
@@ -12,12 +14,19 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from autopipe.errors import ModelError, PlanError
+from autopipe.errors import LaunchError, ModelError, PlanError
 from autopipe.frontend import batch, row_length
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
 from autopipe.util import codec
+
+CALLS = "step", "evaluate", "clip_grad_norm_", "save", "load"
+"""Calls at whose door ranks exchange which one it is: they would wait for each other's messages."""
+
+SOME = 1024
+"""Values of each tensor that are compared in steps after the first: a hash of all takes long."""
 
 
 def check_same_plan(plan: Plan, world: dist.ProcessGroup | None) -> None:
@@ -43,6 +52,37 @@ def check_same_plan(plan: Plan, world: dist.ProcessGroup | None) -> None:
             )
 
 
+def check_same_call(call: str, plan: Plan, world: dist.ProcessGroup | None) -> None:
+    """Refuse, on every rank, ranks that are at different calls, as after `if rank == 0:`.
+
+    Args:
+        call: the name of this one, among `CALLS`.
+
+    Raises:
+        LaunchError: names two of them.
+    """
+    if world is not None:
+        _heard(plan, world, torch.tensor([CALLS.index(call), 0, 0, 0]))
+
+
+def _heard(plan: Plan, world: dist.ProcessGroup, own: Tensor) -> list[Tensor]:
+    """What all ranks say at the door of a call, whose number comes first.
+
+    Raises:
+        LaunchError: as `check_same_call`.
+    """
+    gathered = list(torch.empty(len(plan.mesh.places), len(own), dtype=own.dtype))
+    dist.all_gather(gathered, own, group=world)
+    calls = [CALLS[int(of_rank[0])] for of_rank in gathered]
+    other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
+    if other is not None:
+        raise LaunchError(
+            f"rank 0 has called pipe.{calls[0]}, and rank {other} pipe.{calls[other]}",
+            hint="each rank makes all of these calls, in one order: none under `if rank == 0:`",
+        )
+    return gathered
+
+
 def check_same(
     plan: Plan,
     place: Place,
@@ -51,17 +91,20 @@ def check_same(
     *,
     sharded: bool,
     contents: bool,
+    call: str = "step",
 ) -> float:
     """Refuse, on every rank, batches that differ between ranks which must be given the same.
 
     Args:
-        contents: compare every value, and not the number of rows alone.
+        contents: compare every value first, and not some of them after the number of rows.
+        call: as of `check_same_call`.
 
     Returns:
         The tokens of a row, of all replicas the mean; 0 where rows are no sequences.
 
     Raises:
         ModelError: they differ, or the batch does not fit the plan on some rank.
+        LaunchError: as `check_same_call`.
     """
     length = row_length.length_in(plan.inputs, leaves) or 0
     if world is None:
@@ -71,29 +114,36 @@ def check_same(
         rows = batch.rows_of(plan.inputs, leaves)
     except ModelError as error:
         rows, refusal = -1, error
-    own = torch.tensor([batch.fingerprint(leaves) if contents else 0, rows, length])
-    gathered = list(torch.empty(len(plan.mesh.places), 3, dtype=own.dtype))
-    dist.all_gather(gathered, own, group=world)
+    mark = batch.fingerprint(leaves, None if contents else SOME)
+    gathered = _heard(plan, world, torch.tensor([CALLS.index(call), mark, rows, length]))
     columns: list[list[int]] = torch.stack(gathered).T.tolist()
-    fingerprints, rows_of, lengths = columns
-    _check_contents(plan, fingerprints, sharded=sharded)
+    _, marks, rows_of, lengths = columns
+    if contents:
+        _check_marks(plan, marks, sharded=sharded, first_time=True)
     if refusal is not None:
         raise refusal
     _check_lengths(plan, place, lengths, sharded=sharded)
     _check_rows(place, rows_of)
+    if not contents:
+        _check_marks(plan, marks, sharded=sharded, first_time=False)
     return sum(lengths) / len(lengths)  # over ranks as over replicas, which have as many
 
 
-def _check_contents(plan: Plan, fingerprints: Sequence[int], *, sharded: bool) -> None:
+def _check_marks(plan: Plan, marks: Sequence[int], *, sharded: bool, first_time: bool) -> None:
     """Refuse batches with other values; the fingerprints of them are by rank."""
     for peer in plan.mesh.places:
         first = peer.dp * plan.mesh.tp if sharded else 0
-        if fingerprints[peer.rank] != fingerprints[first]:
+        if marks[peer.rank] != marks[first]:
             whose = f"of data-parallel coordinate {peer.dp} " if sharded else ""
+            again = "" if first_time else ", after batches that were the same"
             raise ModelError(
-                f"ranks {whose}were given different batches: rank {first} and rank {peer.rank}",
+                f"ranks {whose}were given different batches{again}: rank {first} and rank "
+                f"{peer.rank}",
                 hint="every rank passes the same batch to step; a rank that passes its own "
-                "part says step(batch, sharded=True)",
+                "part says step(batch, sharded=True)"
+                if first_time
+                else "has one rank drawn random numbers that the others have not, as in an "
+                "evaluation of its own? Give the loader a generator with a seed of its own",
             )
 
 

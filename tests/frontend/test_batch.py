@@ -145,6 +145,11 @@ UNFIT = {
         "batch['nothing'] is tensor([0.]); the plan was made with None, which the traced graph "
         "holds as a constant",
     ),
+    "a large tensor": (
+        {"mode": torch.zeros(4, 8)},
+        "batch['mode'] is a tensor of shape [4, 8]; the plan was made with 'train', which the "
+        "traced graph holds as a constant",
+    ),
 }
 
 
@@ -157,6 +162,10 @@ def test_a_number_that_changes_is_to_be_a_tensor():
     assert refused.value.hint == (
         "what changes from step to step is a tensor of no dims: torch.tensor(0.5)"
     )
+    with pytest.raises(
+        ModelError, match=r"is a tensor of shape \[4\]; the plan was made with 1\.0"
+    ):
+        batches.rows_of(specs, {"x": torch.zeros(4, 2), "beta": torch.ones(4)})
 
 
 @pytest.mark.parametrize(("entries", "sentence"), UNFIT.values(), ids=UNFIT)
@@ -264,6 +273,15 @@ def test_fingerprints_tell_values_apart():
     assert batches.fingerprint(one) == batches.fingerprint(same) != batches.fingerprint(other)
     half = {"x": torch.ones(3, dtype=torch.bfloat16).expand(2, 3)[:, ::2], "s": torch.tensor(1)}
     assert 0 <= batches.fingerprint(half) < 2**63
+
+
+def test_fingerprints_of_some_values():
+    """Of all rows and of different columns, also where rows are as long as a power of two."""
+    one = torch.arange(512 * 64).view(512, 64) * torch.tensor([1] + 63 * [0])  # columns of zeros
+    other = torch.arange(512 * 64).view(512, 64)
+    some = [batches.fingerprint({"x": x}, 64) for x in (one, other, other.clone())]
+    assert some[0] != some[1] == some[2]
+    assert batches.fingerprint({"x": torch.tensor(1), "y": torch.zeros(0)}, 64) >= 0
 
 
 # A batch against a forward.

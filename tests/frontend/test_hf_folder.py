@@ -87,6 +87,10 @@ def test_it_is_planned_and_trained_from_its_weights(
     said = shell("run", "plan.json", "--steps", "1")
     assert said.code == 0, said.err
     assert f"loss {math.log(61):.3f}" in said.out
+    assert "random" not in said.err
+    (where / "model.safetensors").unlink()
+    said = shell("run", "plan.json", "--steps", "1")
+    assert "the folder has no weights, so that the run begins with random numbers" in said.err
 
 
 def test_a_folder_without_the_scheme(
@@ -169,6 +173,31 @@ def test_weights_that_have_the_models_names_are_read_by_rank(tmp_path: Path) -> 
     """The tied head is stored once, under the embedding's name."""
     config = transformers.GPT2Config(vocab_size=61, n_embd=8, n_layer=1, n_head=2)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    file = model_file.load(f"hf:{tmp_path}?length=12")
+    assert file.start() == (file.model, tmp_path)
+
+
+def test_weights_as_torch_save_has_written_them(tmp_path: Path) -> None:
+    """`pytorch_model.bin` of an older folder. Bug: the run began with random numbers, without a
+    word, as if there were no weights."""
+    where = folder(tmp_path, "GPT2LMHeadModel")
+    own = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(where)
+    )
+    torch.save(own.state_dict(), where / "pytorch_model.bin")
+    file = model_file.load(f"hf:{where}?length=12")
+    build, weights = file.start()
+    assert file.weights == where and weights is None
+    found = build().state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in own.state_dict().items())
+
+
+def test_a_folder_that_lacks_a_file_of_weights(tmp_path: Path) -> None:
+    """Its index names it: each rank reads weights by it, and misses the file with a sentence of
+    `weights`. Bug: transformers was asked, and its FileNotFoundError had no hint."""
+    config = transformers.GPT2Config(vocab_size=61, n_embd=8, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path, max_shard_size="3KB")
+    next(tmp_path.glob("model-00002-*.safetensors")).unlink()
     file = model_file.load(f"hf:{tmp_path}?length=12")
     assert file.start() == (file.model, tmp_path)
 

@@ -323,6 +323,22 @@ def test_the_batches_after_a_position(body: str, count: int, load: Load) -> None
     assert all(map(torch.equal, found, expected[count:]))
 
 
+@pytest.mark.parametrize(
+    ("rows", "does"), [(8, "gives some rows twice"), (2, "leaves some rows out")]
+)
+def test_a_position_in_batches_of_other_rows(rows: int, does: str, load: Load) -> None:
+    """A position is a number of batches: under a plan for other rows it is another place."""
+    pipe, file = load("def batches(size):\n    for _ in range(3): yield inputs(size)\n")
+    _, position = taken(pipe, file, 2)
+    for saved, told in ((4, 0), (rows, 1)):
+        said: list[str] = []
+        Feed(pipe, file, 1, said.append).go_to({**position, "rows": saved})
+        assert said == told * [
+            "net.py: batches(4) goes on after 2 batches, as the checkpoint says; but its batches "
+            f"had {rows} rows, so this {does}"
+        ]
+
+
 STATEFUL = """
 class Counting:
     at = asked = 0

@@ -25,6 +25,7 @@ from tests.support.pipes import (
     planned,
     refused,
     rows_of,
+    sgd,
     story,
     together,
     traced_once,
@@ -235,6 +236,35 @@ def a_stage_without_parameters() -> None:
 
 
 @story(2)
+def an_optimizer_of_the_modules_own_parameters() -> None:
+    """Under ZeRO a rank's optimizer has rows of them: one of the whole ones would train nothing."""
+    case, plan = ZOO["linear"], planned("linear", 1, 2, 1, zero=1)
+    for others in (0, 1):  # another one beside the rank's own is no mistake
+        model = case.model()
+        pipe = autopipe.parallelize(model, plan, loss=case.loss)
+        wrong, own = sgd(model.parameters()), sgd(pipe.parameters())
+        pipe.step(drawn("linear", plan.batch.rows, 0))
+        wrong.step()
+        if others:
+            own.step()
+        told = "an optimizer was made of the module's own 'weight'", "pipe.parameters()"
+        with nullcontext() if others else refused(ModelError, *told):
+            pipe.step(drawn("linear", plan.batch.rows, 1))
+
+
+@story(2)
+def evaluation_in_inference_mode() -> None:
+    """A loop may evaluate so, with a batch that was made there; the steps after it train on."""
+    pipe, model = piped("gpt", planned("gpt", 2, 1, 2)), ZOO["gpt"].model()
+    with torch.inference_mode():
+        batch = ZOO["gpt"].inputs(4)
+        close(pipe.evaluate(batch), whole_loss("gpt", model.eval(), batch))
+        with refused(ModelError, "pipe.step was called under torch.no_grad() or inference_mode()"):
+            pipe.step(batch)
+    together("gpt", pipe)
+
+
+@story(2)
 def two_batches_of_one_coordinate() -> None:
     """sharded=True, and the two stages of one pipeline were given different parts."""
     plan = planned("gpt", 2, 1, 2)
@@ -417,8 +447,8 @@ def different_batches() -> None:
 
 @story(4)
 def other_rows_in_a_later_step() -> None:
-    """Only the first step compares contents, but every one the rows: a rank that is sent more than
-    it has room for would end inside of gloo, without a Python exception."""
+    """Only the first step compares all contents, but every one the rows: a rank that is sent more
+    than it has room for would end inside of gloo, without a Python exception."""
     plan = planned("gpt", 2, 2, 2)
     pipe, rank = refusing(), refusing().place.rank
     batch, more = ZOO["gpt"].inputs(plan.batch.rows), ZOO["gpt"].inputs(plan.batch.rows + 4)
@@ -433,4 +463,6 @@ def other_rows_in_a_later_step() -> None:
         said = "the batch has the entries ['tokens']" if rank == 2 else "rank 2 a batch that does"
         with refused(ModelError, said):
             run({"tokens": batch["tokens"]} if rank == 2 else batch)  # type: ignore[call-overload]
+        with refused(ModelError, "different batches, after batches that were the same", "rank 3"):
+            run(drawn("gpt", plan.batch.rows, int(rank == 3)))
     assert torch.equal(pipe.step(batch), expected)

@@ -103,6 +103,22 @@ def a_parameter_of_another_layout() -> None:
     assert p["conv"].is_contiguous(memory_format=torch.channels_last)
 
 
+@story("zero", 2)
+def weights_that_a_script_exchanges() -> None:
+    """A mean of weights takes their place by `.data` while the model is evaluated, and goes again:
+    what is fetched meanwhile leaves the weights that wait as they are."""
+    p = {"weight": nn.Parameter(torch.arange(4.0))}
+    sums = OptimizerShards(p, everywhere(p), {0: ["weight"]})
+    shard = sums.shards()["weight"]
+    for _ in range(2):
+        waiting, shard.data = shard.data, torch.full((2,), 9.0)
+        sums.gather()
+        assert p["weight"].tolist() == [9.0] * 4
+        shard.data = waiting
+        sums.gather()
+        assert p["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 @story("zero", 2, 3)
 def masters_are_dealt_out() -> None:
     """Forward reads bf16, whole; gradients are added and summed in fp32; each rank updates its rows

@@ -132,6 +132,22 @@ def test_a_parameter_that_is_no_plain_tensor_is_refused_by_its_name(tensor, sent
         bare(build)
 
 
+@pytest.mark.parametrize("given", ["module", "function"])
+def test_a_model_in_evaluation_mode_is_said_to_be_trained_all_the_same(given):
+    """As `from_pretrained` returns one. Parts of a model in training may be in evaluation mode."""
+    for prepare, told in ((nn.Module.eval, 1), (nn.Module.train, 0), (_half_in_evaluation, 0)):
+        said: list[str] = []
+        made = prepare(built(Net))
+        bare(made if given == "module" else lambda made=made: made, said.append)
+        assert len(said) == told
+        assert all("given in evaluation mode (.eval()); steps run it as after" in s for s in said)
+
+
+def _half_in_evaluation(model):
+    model.middle.eval()
+    return model
+
+
 class Fields(nn.Module):
     def forward(self, outputs, batch):
         return F.mse_loss(outputs, batch["z"])

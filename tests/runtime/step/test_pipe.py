@@ -5,9 +5,11 @@ What happens in processes is told in `pipe_stories`, `step_stories`, `tp_stories
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +191,15 @@ def test_one_process_trains(pipe: Pipe) -> None:
         gradient = model.get_parameter(name).grad
         assert parameter.grad is not None and gradient is not None
         close(parameter.grad, gradient, name, 5e-5)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel]
+)
+def test_a_pipe_is_not_copied(copied: Callable[[Any], object], pipe: Pipe) -> None:
+    """Bug: `cannot pickle 'socket' object`."""
+    with pytest.raises(AutopipeError, match=r"cannot be copied .*\nhint: copy its values, \{n: p"):
+        copied(pipe)
 
 
 def test_the_state_dict_is_the_models() -> None:

@@ -14,10 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopipe import ModelError, Plan, PlanError
+from autopipe import LaunchError, ModelError, Plan, PlanError
 from autopipe.frontend import batch
 from autopipe.planfile.parts import InputSpec, Mesh
-from autopipe.runtime.step.same_batch import check_same, check_same_plan
+from autopipe.runtime.step.same_batch import (
+    CALLS,
+    check_same,
+    check_same_call,
+    check_same_plan,
+)
 from tests.support.plans import example_plan
 
 WORLD = cast(dist.ProcessGroup, "all ranks")
@@ -92,8 +97,31 @@ def test_other_contents(odd: int, check: Check) -> None:
     assert check(*given) == 4 * [f"ranks were given different batches: rank 0 and rank {odd}"]
 
 
-def test_contents_are_compared_only_when_asked_for(check: Check) -> None:
-    assert check(x(8), x(8, 1.0), x(8), x(8), contents=False) == FINE
+def test_some_values_are_compared_in_each_step(check: Check) -> None:
+    """Those of one rank's own shuffle differ nearly everywhere."""
+    same = "ranks were given different batches, after batches that were the same"
+    assert check(x(8), x(8, 1.0), x(8), x(8), contents=False) == 4 * [f"{same}: rank 0 and rank 1"]
+    assert check(x(8), x(8), x(8), x(8), contents=False) == FINE
+    assert check(x(4), x(4, 1.0), x(4), x(4, 1.0), sharded=True, contents=False) == FINE
+    other_corner = x(4000)
+    other_corner["x"][0, 1] = 1.0
+    assert check(x(4000), x(4000), x(4000), other_corner, contents=False) == FINE, "only some"
+
+
+def test_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`if rank == 0: pipe.evaluate(batch)`: each rank says so, and waits for nobody."""
+
+    def all_gather(found: list[Tensor], mine: Tensor, group: dist.ProcessGroup) -> None:
+        found[:] = [torch.tensor([CALLS.index("evaluate"), 7, 8, 0]), mine, mine, mine]
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    told = "^rank 0 has called pipe.evaluate, and rank 1 pipe"
+    with pytest.raises(LaunchError, match=rf"{told}\.step\nhint: each rank makes all"):
+        one, leaves = plan().mesh.places[1], batch.flatten(x(8))
+        check_same(plan(), one, WORLD, leaves, sharded=False, contents=False)
+    for call in ("clip_grad_norm_", "save", "load"):
+        with pytest.raises(LaunchError, match=rf"{told}\.{call}"):
+            check_same_call(call, plan(), WORLD)
 
 
 def test_other_rows(check: Check) -> None:
