@@ -9,9 +9,10 @@ depend on values. The model has its weights, since the rows that an expert gets 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from autopipe.opaque.origins import InnerGradients, Origins
 from autopipe.opaque.results import in_all_runs, rising
 from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
 from autopipe.opaque.sparse import is_sparse, owned
-from autopipe.opaque.states import ChangedStates, SetBefore, first_names, named, states_of
+from autopipe.opaque.states import ChangedStates, SetBefore, first_names, named, states_of, writable
 from autopipe.opaque.trees import NotPlain, distinct_tensors, parts_of, returned, to_text, whole_of
 from autopipe.planfile.regions import WHOLE, Region
 
@@ -143,6 +144,11 @@ def measured(
     for seen in found[1:]:
         if unlike := seen.keys() ^ found[0].keys():
             raise Wider(min(unlike)[0], "it is called more or less often, by what it computes")
+    written = {key: [n for calls in found for n in calls[key].written] for key in found[0]}
+    others = writable(model, chain.from_iterable(written.values()))
+    for key, call in found[0].items():
+        gives = bool(call.results or written[key])  # else the graph would not have it
+        call.written |= others(call.states, every=not gives)
     return tuple(
         _region(*key, [seen[key] for seen in found], runs.rows, why[key[0]]) for key in found[0]
     )
@@ -268,7 +274,7 @@ class _Watching:
         if any(storage_key(t) in seen.strided and not t.is_contiguous() for t in given):
             raise Wider(site, "as_strided() depends on the memory layout of a tensor it is given")
         with no_function_modes():
-            self._note_writes(site, seen, before.changed())
+            seen.written = {self._names.get(id(t), n): size for n, t, size in before.written(site)}
         try:
             own_results = distinct_tensors(result)  # in lists and dicts that later code may change
             seen.made = whole_of(parts_of(result, own_results), own_results)
@@ -295,15 +301,6 @@ class _Watching:
             if not is_sparse(tensor):  # a buffer that an earlier call has assigned has its own name
                 yield tensor, self._names.get(id(tensor), name)
         yield from ((tensor, number) for number, tensor in enumerate(given))
-
-    def _note_writes(
-        self, site: Site, seen: _Seen, changed: Iterable[tuple[str, Tensor | None, Tensor]]
-    ) -> None:
-        for name, before, tensor in changed:
-            kept = before is not None and before.shape == tensor.shape and not is_sparse(tensor)
-            if before is None or isinstance(before, nn.Parameter) or not kept:
-                raise Wider(site, f"it writes {name!r}, or gives it another shape")
-            seen.written[self._names.get(id(before), name)] = bytes_of(tensor)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from autopipe.ir.torch_private import (
     version,
 )
 from autopipe.opaque.custom_functions import as_written
-from autopipe.opaque.results import as_measured, at_rows, strides_in
+from autopipe.opaque.results import as_measured, at_rows, check_writes, strides_in
 from autopipe.opaque.sites import LossCall, SiteCall, call, site_of, standing_in, state_of
 from autopipe.opaque.sparse import owned, to_device
 from autopipe.opaque.states import differ, put
@@ -237,11 +237,11 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     for number in region.carrying:
         tensors[number].requires_grad_()  # no graph says that forward has asked for it
     count = len(tensors) - len(region.states)
-    homes = _homes(model)
+    homes: Homes = vars(_copies)["homes"][id(model)]
     copies = [buffer.clone() for buffer in written]
     lent = dict(zip((*region.states, *region.written), (*tensors[count:], *copies), strict=True))
     _lend(homes, lent)
-    versions = [(copied, version(copied)) for copied in copies]
+    taken, versions = ([(t, version(t)) for t in known] for known in (tensors, copies))
     if tensors:
         to_device(model, tensors[0].device)
     args, kwargs = whole_of(from_text(region.given), tensors[:count], model)
@@ -258,6 +258,7 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     as_it_is = torch.compiler.set_stance("force_eager")
     with alone, on_cpu, recording, as_it_is, replacing(torch.cond, _cond), written_out():
         result = _code(running, model, tensors)(*args, **kwargs)
+    check_writes(region, taken, [state_of(model, name) for name in region.states])
     for name, buffer, (copied, known) in zip(region.written, written, versions, strict=True):
         now = state_of(model, name)
         statistics = now is copied and version(now) == known  # as batch norm writes its statistics
@@ -322,11 +323,6 @@ def _copy(running: Running) -> nn.Module:
         copies[running.number] = copied
         vars(_copies).setdefault("homes", {})[id(copied)] = _found_homes(copied)
     return copies[running.number]
-
-
-def _homes(model: nn.Module) -> Homes:
-    found: Homes = vars(_copies)["homes"][id(model)]
-    return found
 
 
 def _found_homes(model: nn.Module) -> Homes:

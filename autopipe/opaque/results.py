@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopipe.errors import ModelError
 from autopipe.ir.graph import BATCH
-from autopipe.ir.torch_private import is_fake, storage_key
+from autopipe.ir.torch_private import is_fake, storage_key, version
 from autopipe.opaque.sites import Site, Wider
 from autopipe.opaque.trees import distinct_tensors, parts_of, to_text
 from autopipe.planfile.regions import Region, Result
@@ -123,6 +123,31 @@ def as_measured(region: Region, output: Any, tensors: Sequence[Tensor], rows: in
         results.append(_fitting(region, tensor, result, tensors, taken))
         taken.add(storage_key(results[-1]))
     return results
+
+
+def check_writes(
+    region: Region, taken: Sequence[tuple[Tensor, int]], states: Sequence[Tensor]
+) -> None:
+    """Refuse a call that has written what the graph does not know to be written.
+
+    Args:
+        taken: the tensors that the call was given, its states last, with their versions before it.
+        states: the same states after it.
+
+    Raises:
+        ModelError: names the tensor that was written or replaced.
+    """
+    arguments = len(taken) - len(states)
+    for number, (tensor, before) in enumerate(taken):
+        place = number - arguments
+        if version(tensor) == before and (place < 0 or states[place] is tensor):
+            continue
+        what = f"the argument {number}" if place < 0 else repr(region.states[place])
+        raise ModelError(
+            f"{_subject(region)} writes {what} in this micro-batch, and did not when it was "
+            "planned: what follows was traced without it",
+            hint="write it in each micro-batch, without a change where there is nothing to write",
+        )
 
 
 def _unlike(found: str, planned: str) -> tuple[Any, Any] | None:

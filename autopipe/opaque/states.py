@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from autopipe.eager.contents import MOST_ELEMENTS
 from autopipe.frontend.user_lines import codes_in
+from autopipe.ir.tensors import bytes_of
 from autopipe.ir.torch_patches import seeing_sets
 from autopipe.ir.torch_private import version
-from autopipe.opaque.sites import Site
+from autopipe.opaque.sites import Site, Wider, call
 from autopipe.opaque.sparse import is_sparse
 from autopipe.opaque.trees import NotPlain, from_text, parts_of, to_text, whole_of
 from autopipe.planfile.regions import LOSS, NOTHING, WHOLE
@@ -57,6 +58,7 @@ def states_of(model: nn.Module, site: Site) -> list[str]:
     if site.method == LOSS:
         return []
     module = model.get_submodule(site.module)
+    call(model, site)  # lines of a method have code of their own from now on
     prefix = f"{site.module}." if site.module else ""
     names, reads_any = first_names(model), site.method == WHOLE
     words = set[str]() if reads_any else set(_words(type(module), site.method, set()))
@@ -88,14 +90,53 @@ class ChangedStates:
             name: tensors[name].clone() for name in states if _is_small_buffer(tensors[name])
         }
 
-    def changed(self) -> Iterator[tuple[str, Tensor | None, Tensor]]:
-        """The name of each, the tensor before and the tensor now."""
+    def written(self, site: Site) -> Iterator[tuple[str, Tensor, int]]:
+        """The name of each, the tensor before, and its bytes.
+
+        Raises:
+            Wider: it is a parameter, is new, or has another shape than before.
+        """
         for name, tensor in named(self._model).items():
             before, count = self._versions.get(name, (None, 0))
             values = self._values.get(name)
             same = before is tensor and version(tensor) == count
-            if not same or (values is not None and not torch.equal(tensor, values)):
-                yield name, before, tensor
+            if same and (values is None or torch.equal(tensor, values)):
+                continue
+            kept = before is not None and before.shape == tensor.shape and not is_sparse(tensor)
+            if before is None or isinstance(before, nn.Parameter) or not kept:
+                raise Wider(site, f"it writes {name!r}, or gives it another shape")
+            yield name, before, bytes_of(tensor)
+
+
+class Writable(Protocol):
+    """Gives the buffers among these states that a call may write, with their bytes."""
+
+    def __call__(self, states: Iterable[str], *, every: bool) -> dict[str, int]: ...
+
+
+def writable(model: nn.Module, written: Iterable[str]) -> Writable:
+    """What says of a call's states which ones it may write, though no measured run wrote them.
+
+    A micro-batch may take a branch that no measured run took: where a class has no row in them, an
+    expert no token. So a call may write a buffer if one of the same name is written in a module of
+    the same class; and every buffer, if nothing is known of what the call does.
+
+    Args:
+        written: the names of the buffers that calls were seen to write.
+    """
+    buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if not is_sparse(b)}
+
+    def kind(name: str) -> tuple[type, str]:
+        path, _, leaf = name.rpartition(".")
+        return type(model.get_submodule(path)), leaf
+
+    known = {*map(kind, written)}
+
+    def among(states: Iterable[str], *, every: bool) -> dict[str, int]:
+        own = (name for name in states if name in buffers)
+        return {name: bytes_of(buffers[name]) for name in own if every or kind(name) in known}
+
+    return among
 
 
 def _is_small_buffer(tensor: Tensor) -> bool:
