@@ -25,7 +25,7 @@ from autopipe.eager.refused_effects import RefusedEffects
 from autopipe.errors import CaptureError
 from autopipe.ir.tensors import bytes_of, tensors_in
 from autopipe.ir.torch_private import TorchDispatchMode, no_function_modes, storage_key, version
-from autopipe.opaque.origins import InnerGradients, Origins
+from autopipe.opaque.origins import InnerGradients, Origins, SetForOthers
 from autopipe.opaque.results import in_all_runs, rising
 from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
 from autopipe.opaque.sparse import is_sparse, owned
@@ -46,6 +46,7 @@ class _Seen:
         grad: whether gradients are recorded where the call stands.
         made, left: its result; by name, tensors in attributes that other code reads after it.
         written: bytes of the buffers that it writes, by name.
+        sets: the names of attributes that it changes.
         strided: storages that it reads by `as_strided`.
         owners: the position of an argument, or the name of a state, by its storage.
         packed: what autograd has been given to keep.
@@ -61,6 +62,7 @@ class _Seen:
     left: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, None] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
+    sets: set[str] = field(default_factory=set)
     random: bool = False
     flops: int = 0
     saved: int = 0
@@ -186,6 +188,7 @@ def _region(site: Site, number: int, seen_runs: Sequence[_Seen], rows: int, why:
         first.finds,
         tuple(n for n, carries in enumerate(first.carrying) if carries),
         first.grad,
+        tuple(sorted(set[str]().union(*(seen.sets for seen in seen_runs)))),
     )
 
 
@@ -196,6 +199,7 @@ def _run(model: nn.Module, sites: Sequence[Site], run: Run) -> dict[tuple[Site, 
             with (
                 watching.sets.noting(),
                 watching.origins,
+                watching.aside.watching(),
                 standing_in(model, sites, watching.called),
             ):
                 called()
@@ -218,7 +222,7 @@ class _Watching:
         self._model = model
         self._states = states
         self._names = first_names(model)
-        self.sets = SetBefore(model)
+        self.sets, self.aside = SetBefore(model), SetForOthers(model)
         self._generators = Generators(model)
         everything = left_in(model, Site("", WHOLE)).items()
         kept = {id(tensor): name for name, tensor in everything if tensor.grad_fn is not None}
@@ -238,8 +242,7 @@ class _Watching:
         finds = self.sets.before(site)
         owners: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
         drawn, attributes = self._generators.places(), left_in(self._model, site)
-        carrying = tuple(tensor.requires_grad for tensor in given)
-        grad = torch.is_grad_enabled()
+        carrying, grad = tuple(t.requires_grad for t in given), torch.is_grad_enabled()
 
         def run(*, looking: bool) -> tuple[_Seen, Any]:
             states = dict.fromkeys(self._states[site])
@@ -249,6 +252,7 @@ class _Watching:
                 self.sets.inside(),
                 _counting(seen),
                 self.origins.within(site, given, states),
+                self.aside.within(site, seen.sets),
             ):
                 with InnerGradients(site, known):
                     return seen, call.run(*args, **kwargs)

@@ -24,6 +24,7 @@ from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.frontend.construct import fake_copy, off_gpus
 from autopipe.frontend.loss import Loss
+from autopipe.frontend.transformers_adapter import without_cache
 from autopipe.ir import opaque_ops
 from autopipe.ir.graph import REGION_OP, Graph, Node
 from autopipe.ir.tensors import attributes_of
@@ -35,10 +36,10 @@ from autopipe.ir.torch_private import (
     version,
 )
 from autopipe.opaque.custom_functions import as_written
-from autopipe.opaque.results import as_measured, at_rows, check_writes, strides_in
+from autopipe.opaque.results import as_measured, at_rows, check_sets, check_writes, strides_in
 from autopipe.opaque.sites import LossCall, SiteCall, call, site_of, standing_in, state_of
 from autopipe.opaque.sparse import owned, to_device
-from autopipe.opaque.states import differ, put
+from autopipe.opaque.states import attributes_in, differ, put
 from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, returned, to_text, whole_of
 from autopipe.planfile.regions import LOSS, Region, Result
 from autopipe.rewriting.flex_attention import written_out
@@ -250,14 +251,17 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     _set(inner, latest)  # a backward may have come back to those of an earlier micro-batch
     put(model, region.finds)
     before = {path: {**vars(module)} for path, module in inner.items()}
+    attributes = attributes_in(model, region.module)
     on_cpu = off_gpus() if all(tensor.device.type == "cpu" for tensor in tensors) else nullcontext()
     recording = nullcontext() if region.grad else torch.no_grad()
     # `is_initialized` would count as a question of the model's.
     alone = nullcontext() if torch.distributed.group.WORLD is None else one_process()
     # A compiler would look at the tensors that are lent, which are no leaves, and at their sizes.
     as_it_is = torch.compiler.set_stance("force_eager")
-    with alone, on_cpu, recording, as_it_is, replacing(torch.cond, _cond), written_out():
+    uncached = without_cache(model.get_submodule(region.module))
+    with alone, on_cpu, recording, as_it_is, uncached, replacing(torch.cond, _cond), written_out():
         result = _code(running, model, tensors)(*args, **kwargs)
+    check_sets(region, model, attributes, (args, dict(kwargs)), running.loss)
     check_writes(region, taken, [state_of(model, name) for name in region.states])
     for name, buffer, (copied, known) in zip(region.written, written, versions, strict=True):
         now = state_of(model, name)
