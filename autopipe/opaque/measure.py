@@ -9,9 +9,10 @@ depend on values. The model has its weights, since the rows that an expert gets 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from autopipe.eager.refused_effects import RefusedEffects
 from autopipe.errors import CaptureError
 from autopipe.ir.tensors import bytes_of, tensors_in
 from autopipe.ir.torch_private import TorchDispatchMode, no_function_modes, storage_key, version
-from autopipe.opaque.origins import InnerGradients, Origins
+from autopipe.opaque.origins import InnerGradients, Origins, SetForOthers
 from autopipe.opaque.results import in_all_runs, rising
 from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
 from autopipe.opaque.sparse import is_sparse, owned
-from autopipe.opaque.states import ChangedStates, SetBefore, first_names, named, states_of
+from autopipe.opaque.states import ChangedStates, SetBefore, first_names, named, states_of, writable
 from autopipe.opaque.trees import NotPlain, distinct_tensors, parts_of, returned, to_text, whole_of
 from autopipe.planfile.regions import WHOLE, Region
 
@@ -45,6 +46,7 @@ class _Seen:
         grad: whether gradients are recorded where the call stands.
         made, left: its result; by name, tensors in attributes that other code reads after it.
         written: bytes of the buffers that it writes, by name.
+        sets: the names of attributes that it changes.
         strided: storages that it reads by `as_strided`.
         owners: the position of an argument, or the name of a state, by its storage.
         packed: what autograd has been given to keep.
@@ -60,6 +62,7 @@ class _Seen:
     left: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, None] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
+    sets: set[str] = field(default_factory=set)
     random: bool = False
     flops: int = 0
     saved: int = 0
@@ -143,6 +146,11 @@ def measured(
     for seen in found[1:]:
         if unlike := seen.keys() ^ found[0].keys():
             raise Wider(min(unlike)[0], "it is called more or less often, by what it computes")
+    written = {key: [n for calls in found for n in calls[key].written] for key in found[0]}
+    others = writable(model, chain.from_iterable(written.values()))
+    for key, call in found[0].items():
+        gives = bool(call.results or written[key])  # else the graph would not have it
+        call.written |= others(call.states, every=not gives)
     return tuple(
         _region(*key, [seen[key] for seen in found], runs.rows, why[key[0]]) for key in found[0]
     )
@@ -186,6 +194,7 @@ def _region(site: Site, number: int, seen_runs: Sequence[_Seen], rows: int, why:
         finds=first.finds,
         carrying=tuple(n for n, carries in enumerate(first.carrying) if carries),
         grad=first.grad,
+        sets=tuple(sorted(set[str]().union(*(seen.sets for seen in seen_runs)))),
     )
 
 
@@ -196,6 +205,7 @@ def _run(model: nn.Module, sites: Sequence[Site], run: Run) -> dict[tuple[Site, 
             with (
                 watching.sets.noting(),
                 watching.origins,
+                watching.aside.watching(),
                 standing_in(model, sites, watching.called),
             ):
                 called()
@@ -218,7 +228,7 @@ class _Watching:
         self._model = model
         self._states = states
         self._names = first_names(model)
-        self.sets = SetBefore(model)
+        self.sets, self.aside = SetBefore(model), SetForOthers(model)
         self._generators = Generators(model)
         everything = left_in(model, Site("", WHOLE)).items()
         kept = {id(tensor): name for name, tensor in everything if tensor.grad_fn is not None}
@@ -238,8 +248,7 @@ class _Watching:
         finds = self.sets.before(site)
         owners: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
         drawn, attributes = self._generators.places(), left_in(self._model, site)
-        carrying = tuple(tensor.requires_grad for tensor in given)
-        grad = torch.is_grad_enabled()
+        carrying, grad = tuple(t.requires_grad for t in given), torch.is_grad_enabled()
 
         def run(*, looking: bool) -> tuple[_Seen, Any]:
             states = dict.fromkeys(self._states[site])
@@ -249,6 +258,7 @@ class _Watching:
                 self.sets.inside(),
                 _counting(seen),
                 self.origins.within(site, given, states),
+                self.aside.within(site, seen.sets),
             ):
                 with InnerGradients(site, known):
                     return seen, call.run(*args, **kwargs)
@@ -274,7 +284,7 @@ class _Watching:
         if any(storage_key(t) in seen.strided and not t.is_contiguous() for t in given):
             raise Wider(site, "as_strided() depends on the memory layout of a tensor it is given")
         with no_function_modes():
-            self._note_writes(site, seen, before.changed())
+            seen.written = {self._names.get(id(t), n): size for n, t, size in before.written(site)}
         try:
             own_results = distinct_tensors(result)  # in lists and dicts that later code may change
             seen.made = whole_of(parts_of(result, own_results), own_results)
@@ -301,15 +311,6 @@ class _Watching:
             if not is_sparse(tensor):  # a buffer that an earlier call has assigned has its own name
                 yield tensor, self._names.get(id(tensor), name)
         yield from ((tensor, number) for number, tensor in enumerate(given))
-
-    def _note_writes(
-        self, site: Site, seen: _Seen, changed: Iterable[tuple[str, Tensor | None, Tensor]]
-    ) -> None:
-        for name, before, tensor in changed:
-            kept = before is not None and before.shape == tensor.shape and not is_sparse(tensor)
-            if before is None or isinstance(before, nn.Parameter) or not kept:
-                raise Wider(site, f"it writes {name!r}, or gives it another shape")
-            seen.written[self._names.get(id(before), name)] = bytes_of(tensor)
 
 
 @contextmanager

@@ -10,6 +10,9 @@ reads it. A gradient that a call takes itself must not go through anything compu
         g, = torch.autograd.grad((h @ w).sum(), w)      through h too: the call is too small
 
 The op is given h and w, and cannot know that h was computed from w.
+
+Other values that a call sets in attributes (`self.chosen = 3`) are no results: a trace does not run
+the call, and would find the value before it (`SetForOthers`).
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ from torch.overrides import TorchFunctionMode
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.tensors import tensors_in
+from autopipe.ir.torch_patches import watching_attributes
 from autopipe.ir.torch_private import no_function_modes, version
 from autopipe.opaque.sites import Site, Wider
+from autopipe.opaque.states import attributes_in, changes
 from autopipe.planfile.regions import LOSS
 
 
@@ -138,6 +143,59 @@ class Origins(TorchFunctionMode):
             self._states[self._names[key]] = None
         elif key in self._outside:
             raise Wider(self._site, "it reads a tensor of other code that it is not given")
+
+
+class SetForOthers:
+    """Finds attributes, other than tensors, that a site's call changes and other code then reads.
+
+    Args:
+        model: the model that runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._changed: dict[tuple[int, str], Site] = {}
+        self._site: Site | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, the model runs.
+
+        Raises:
+            Wider: other code reads such an attribute.
+        """
+        read, change = nn.Module.__getattribute__, nn.Module.__setattr__
+
+        def reading(module: nn.Module, name: str) -> Any:
+            site = self._changed.get((id(module), name))
+            if site is not None and self._site != site:
+                raise Wider(site, f"it sets {name!r}, which other code reads")
+            return read(module, name)
+
+        def changing(module: nn.Module, name: str, value: Any) -> None:
+            self._changed.pop((id(module), name), None)
+            change(module, name, value)
+
+        with watching_attributes(reading, changing, nn.Module.__delattr__):
+            yield
+
+    @contextmanager
+    def within(self, site: Site, sets: set[str]) -> Iterator[None]:
+        """Within, a site's call runs; the names of attributes that it changes go to `sets`."""
+        before, self._site = attributes_in(self._model, site.module), site
+        try:
+            yield
+            now = attributes_in(self._model, site.module)
+            sets.update(changes(before, now))
+            for name in sets:
+                path, _, leaf = name.rpartition(".")
+                if (
+                    not isinstance(now[name][0], Tensor)
+                    and now[name][0] is not before.get(name, (0,))[0]
+                ):
+                    self._changed[id(self._model.get_submodule(path)), leaf] = site
+        finally:
+            self._site = None
 
 
 class InnerGradients(TorchFunctionMode):

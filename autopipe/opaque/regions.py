@@ -24,15 +24,23 @@ from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.frontend.construct import fake_copy, off_gpus
 from autopipe.frontend.loss import Loss
+from autopipe.frontend.transformers_adapter import without_cache
 from autopipe.ir import opaque_ops
 from autopipe.ir.graph import REGION_OP, Graph, Node
 from autopipe.ir.torch_patches import one_process, own_of, replacing
 from autopipe.ir.torch_private import is_fake, no_saved_tensors_hooks, version
 from autopipe.opaque.custom_functions import as_written
-from autopipe.opaque.results import as_measured, at_rows, strides_in
+from autopipe.opaque.results import (
+    as_measured,
+    at_rows,
+    check_sets,
+    check_writes,
+    strides_in,
+    write_back,
+)
 from autopipe.opaque.sites import LossCall, SiteCall, call, site_of, standing_in, state_of
 from autopipe.opaque.sparse import owned, to_device
-from autopipe.opaque.states import Homes, differ, put
+from autopipe.opaque.states import Homes, attributes_in, differ, put
 from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, returned, to_text, whole_of
 from autopipe.planfile.regions import LOSS, Region, Result
 from autopipe.rewriting.flex_attention import written_out
@@ -235,7 +243,7 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     buffers = [buffer.clone() for buffer in written]
     lent = dict(zip((*region.states, *region.written), (*tensors[count:], *buffers), strict=True))
     copied.homes.lend(lent)
-    versions = [(buffer, version(buffer)) for buffer in buffers]
+    taken, versions = ([(t, version(t)) for t in known] for known in (tensors, buffers))
     if tensors:
         to_device(model, tensors[0].device)
     args, kwargs = whole_of(from_text(region.given), tensors[:count], model)
@@ -243,10 +251,13 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     _set(inner, copied.latest)  # a backward may have come back to those of an earlier micro-batch
     put(model, region.finds)
     before = {path: {**vars(module)} for path, module in inner.items()}
-    with _as_in_eager(region, tensors):
+    attributes = attributes_in(model, region.module)
+    with _as_in_eager(region, tensors), without_cache(model.get_submodule(region.module)):
         result = _code(running, model, tensors)(*args, **kwargs)
+    check_sets(region, model, attributes, (args, dict(kwargs)), running.loss)
+    check_writes(region, taken, [state_of(model, name) for name in region.states])
     for name, buffer, lent_buffer in zip(region.written, written, versions, strict=True):
-        _write_back(buffer, state_of(model, name), *lent_buffer)
+        write_back(buffer, state_of(model, name), *lent_buffer)
     set_here = {
         path: {n: v for n, v in vars(module).items() if before[path].get(n, before) is not v}
         for path, module in inner.items()
@@ -282,18 +293,6 @@ def _as_in_eager(region: Region, tensors: Sequence[Tensor]) -> Iterator[None]:
         until.enter_context(replacing(torch.cond, _cond))
         until.enter_context(written_out())
         yield
-
-
-def _write_back(buffer: Tensor, now: Tensor, lent: Tensor, before: int) -> None:
-    """Write into a buffer what the call has left in its place.
-
-    Args:
-        now: the tensor that the copied model has there after the call.
-        lent, before: the tensor that it had there before, and that tensor's version.
-    """
-    statistics = now is lent and version(now) == before  # as batch norm writes its statistics
-    with torch.no_grad():
-        (buffer.data if statistics else buffer).copy_(now)
 
 
 def _left(region: Region, set_here: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:

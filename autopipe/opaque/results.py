@@ -9,13 +9,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopipe.errors import ModelError
 from autopipe.ir.graph import BATCH
-from autopipe.ir.torch_private import is_fake, storage_key
-from autopipe.opaque.sites import Site, Wider
-from autopipe.opaque.trees import distinct_tensors, parts_of, to_text
+from autopipe.ir.torch_private import is_fake, storage_key, version
+from autopipe.opaque.sites import Site, Wider, site_of
+from autopipe.opaque.sparse import owned
+from autopipe.opaque.states import Attributes, attributes_in, changes, read_by_others
+from autopipe.opaque.trees import NotPlain, distinct_tensors, parts_of, to_text
 from autopipe.planfile.regions import Region, Result
 from autopipe.util import dims
 from autopipe.util.dtypes import name_of
@@ -123,6 +125,73 @@ def as_measured(region: Region, output: Any, tensors: Sequence[Tensor], rows: in
         results.append(_fitting(region, tensor, result, tensors, taken))
         taken.add(storage_key(results[-1]))
     return results
+
+
+def check_writes(
+    region: Region, taken: Sequence[tuple[Tensor, int]], states: Sequence[Tensor]
+) -> None:
+    """Refuse a call that has written what the graph does not know to be written.
+
+    Args:
+        taken: the tensors that the call was given, its states last, with their versions before it.
+        states: the same states after it.
+
+    Raises:
+        ModelError: names the tensor that was written or replaced.
+    """
+    arguments = len(taken) - len(states)
+    for number, (tensor, before) in enumerate(taken):
+        place = number - arguments
+        if version(tensor) == before and (place < 0 or states[place] is tensor):
+            continue
+        what = f"the argument {number}" if place < 0 else repr(region.states[place])
+        raise ModelError(
+            f"{_subject(region)} writes {what} in this micro-batch, and did not when it was "
+            "planned: what follows was traced without it",
+            hint="write it in each micro-batch, without a change where there is nothing to write",
+        )
+
+
+def write_back(buffer: Tensor, now: Tensor, lent: Tensor, before: int) -> None:
+    """Write into a buffer what the call has left in its place.
+
+    Args:
+        now: the tensor that the copied model has there after the call.
+        lent, before: the tensor that it had there before, and that tensor's version.
+    """
+    statistics = now is lent and version(now) == before  # as batch norm writes its statistics
+    with torch.no_grad():
+        (buffer.data if statistics else buffer).copy_(now)
+
+
+def check_sets(
+    region: Region, model: nn.Module, before: Attributes, given: object, loss: object
+) -> None:
+    """Refuse a call that has set for other code what no trace knows of.
+
+    Args:
+        model: the model whose code has run.
+        before: its attributes before the call.
+        given: the call's arguments after it, and its arguments by name.
+        loss: the loss of the model, or None.
+
+    Raises:
+        ModelError: names the attribute, or says that a list or a dict that was given has changed.
+    """
+    what, site = "", site_of(region)
+    for name in changes(before, attributes_in(model, region.module)):
+        if name not in (*region.sets, *region.left) and read_by_others(model, site, name, loss):
+            what = f"sets {name!r}"
+    try:
+        known = to_text(parts_of(given, distinct_tensors(given), owned(model))) == region.given
+    except NotPlain:
+        known = False
+    if what or not known:
+        raise ModelError(
+            f"{_subject(region)} {what or 'changes a list or a dict that it is given'} in this "
+            "micro-batch, and did not when it was planned: the code after it was traced without",
+            hint="give it back as a tensor, in each micro-batch",
+        )
 
 
 def _unlike(found: str, planned: str) -> tuple[Any, Any] | None:

@@ -1,4 +1,4 @@
-"""The states that a call may read, and the attributes that forward has set before it.
+"""The states that a call may read, the attributes set before it, and those that it sets itself.
 
 the call of a module      all parameters and buffers of the module, though one run may not read
                           some of them (experts without rows)
@@ -10,21 +10,28 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from autopipe.eager.contents import MOST_ELEMENTS
 from autopipe.frontend.user_lines import codes_in
-from autopipe.ir.tensors import attributes_of
+from autopipe.ir.tensors import attributes_of, bytes_of
 from autopipe.ir.torch_patches import seeing_sets
 from autopipe.ir.torch_private import lend, version
-from autopipe.opaque.sites import Site
+from autopipe.opaque.sites import Site, Wider, call
 from autopipe.opaque.sparse import is_sparse
-from autopipe.opaque.trees import NotPlain, from_text, parts_of, to_text, whole_of
+from autopipe.opaque.trees import (
+    NotPlain,
+    distinct_tensors,
+    from_text,
+    parts_of,
+    to_text,
+    whole_of,
+)
 from autopipe.planfile.regions import LOSS, NOTHING, WHOLE
 
 
@@ -83,6 +90,7 @@ def states_of(model: nn.Module, site: Site) -> list[str]:
     if site.method == LOSS:
         return []
     module = model.get_submodule(site.module)
+    call(model, site)  # lines of a method have code of their own from now on
     prefix = f"{site.module}." if site.module else ""
     names, reads_any = first_names(model), site.method == WHOLE
     words = set[str]() if reads_any else set(_words(type(module), site.method, set()))
@@ -114,14 +122,53 @@ class ChangedStates:
             name: tensors[name].clone() for name in states if _is_small_buffer(tensors[name])
         }
 
-    def changed(self) -> Iterator[tuple[str, Tensor | None, Tensor]]:
-        """The name of each, the tensor before and the tensor now."""
+    def written(self, site: Site) -> Iterator[tuple[str, Tensor, int]]:
+        """The name of each, the tensor before, and its bytes.
+
+        Raises:
+            Wider: it is a parameter, is new, or has another shape than before.
+        """
         for name, tensor in named(self._model).items():
             before, count = self._versions.get(name, (None, 0))
             values = self._values.get(name)
             same = before is tensor and version(tensor) == count
-            if not same or (values is not None and not torch.equal(tensor, values)):
-                yield name, before, tensor
+            if same and (values is None or torch.equal(tensor, values)):
+                continue
+            kept = before is not None and before.shape == tensor.shape and not is_sparse(tensor)
+            if before is None or isinstance(before, nn.Parameter) or not kept:
+                raise Wider(site, f"it writes {name!r}, or gives it another shape")
+            yield name, before, bytes_of(tensor)
+
+
+class Writable(Protocol):
+    """Gives the buffers among these states that a call may write, with their bytes."""
+
+    def __call__(self, states: Iterable[str], *, every: bool) -> dict[str, int]: ...
+
+
+def writable(model: nn.Module, written: Iterable[str]) -> Writable:
+    """What says of a call's states which ones it may write, though no measured run wrote them.
+
+    A micro-batch may take a branch that no measured run took: where a class has no row in them, an
+    expert no token. So a call may write a buffer if one of the same name is written in a module of
+    the same class; and every buffer, if nothing is known of what the call does.
+
+    Args:
+        written: the names of the buffers that calls were seen to write.
+    """
+    buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if not is_sparse(b)}
+
+    def kind(name: str) -> tuple[type, str]:
+        path, _, leaf = name.rpartition(".")
+        return type(model.get_submodule(path)), leaf
+
+    known = {*map(kind, written)}
+
+    def among(states: Iterable[str], *, every: bool) -> dict[str, int]:
+        own = (name for name in states if name in buffers)
+        return {name: bytes_of(buffers[name]) for name in own if every or kind(name) in known}
+
+    return among
 
 
 def _is_small_buffer(tensor: Tensor) -> bool:
@@ -175,6 +222,59 @@ class SetBefore:
         return _as_text({name: found[name] for name in sorted(found) if _is_plain(found[name])})
 
 
+_TORCHS = frozenset(vars(nn.Module())) - {"training"}
+
+Attributes = Mapping[str, tuple[object, int | None]]
+"""Values of modules' attributes by their names in the model; of a container with its length."""
+
+
+def attributes_in(model: nn.Module, path: str) -> Attributes:
+    """The attributes of a module and of those in it, but for private ones of torch."""
+    return {
+        f"{inner}.{name}".lstrip("."): (value, _held(value))
+        for inner, module in model.get_submodule(path).named_modules(prefix=path)
+        for name, value in vars(module).items()
+        if name not in _TORCHS
+        and not (name.startswith("_") and type(module).__module__.startswith("torch."))
+    }
+
+
+def _held(value: object) -> int | None:
+    return len(value) if isinstance(value, list | dict | set) else None
+
+
+def changes(before: Attributes, after: Attributes) -> Iterator[str]:
+    """The names of attributes that have another value than before, or hold more or less."""
+    for name, (value, length) in after.items():
+        known, held = before.get(name, (NotImplemented, None))
+        if known is value and held == length:
+            continue
+        plain = type(known) is type(value) and _is_plain(known) and _is_plain(value)
+        if not plain or known != value:
+            yield name
+
+
+def read_by_others(model: nn.Module, site: Site, name: str, loss: object) -> bool:
+    """Whether code outside of a site may read an attribute, by its name: all methods of the
+    model's classes count, but those that the site's own method calls, and the loss."""
+    leaf = name.rpartition(".")[2]
+    inner = model.get_submodule(site.module)
+    if leaf == "training":
+        return True
+    called = set[str]()  # by the site's method
+    if site.method != WHOLE:
+        list(_words(type(inner), site.method, called))
+    own = _classes(inner.modules() if site.method == WHOLE else [inner])
+    functions = [
+        method
+        for kind in _classes(model.modules())
+        for word, method in vars(kind).items()
+        if kind not in own or (site.method != WHOLE and word not in called)
+    ]
+    of_loss = (method for kind in _classes([loss]) for method in vars(kind).values())
+    return _loads([*functions, loss, *of_loss], leaf)
+
+
 def differ(model: nn.Module, finds: str) -> bool:
     """Whether a model's attributes differ from those that `SetBefore.before` gave."""
     homes = {name: _home(model, name) for name in from_text(finds)}
@@ -199,20 +299,31 @@ def _as_text(values: Mapping[str, Any]) -> str:
 
 
 def _is_plain(value: Any) -> bool:
+    if distinct_tensors(value):  # a tensor has its origin (`origins`)
+        return False
     try:
         to_text(parts_of(value, ()))
-    except (NotPlain, StopIteration):  # a tensor has its origin (`origins`)
+    except NotPlain:
         return False
     return True
 
 
 def _may_read(modules: Sequence[nn.Module], attribute: str) -> bool:
     """Whether code of one of the modules reads an attribute of this name."""
-    kinds = {base for module in modules for base in type(module).__mro__} - {*nn.Module.__mro__}
     if attribute == "training":
         return True
-    methods = (inspect.unwrap(_plain(method)) for kind in kinds for method in vars(kind).values())
-    codes = (code for method in methods for code in codes_in(getattr(method, "__code__", None)))
+    return _loads((f for kind in _classes(modules) for f in vars(kind).values()), attribute)
+
+
+def _classes(objects: Iterable[object]) -> set[type]:
+    """The classes of modules and a loss, but the bases of all modules."""
+    return {base for each in objects for base in type(each).__mro__} - {*nn.Module.__mro__}
+
+
+def _loads(functions: Iterable[object], attribute: str) -> bool:
+    """Whether the code of functions or methods loads an attribute of this name."""
+    plain = (inspect.unwrap(_plain(function)) for function in functions)
+    codes = (code for function in plain for code in codes_in(getattr(function, "__code__", None)))
     loads = (
         instruction
         for code in codes

@@ -69,6 +69,7 @@ class Region:
         carrying: the positions, among the tensors it is given, of those by which a gradient may be
             taken (also tensors of the batch, after `x.requires_grad_()`).
         grad: whether gradients are recorded where it is called; not under `torch.no_grad()`.
+        sets: the attributes, by their names in the model, that it was seen to change, for itself.
     """
 
     module: str
@@ -90,6 +91,7 @@ class Region:
     finds: str = NOTHING
     carrying: tuple[int, ...] = ()
     grad: bool = True
+    sets: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -85,6 +85,14 @@ def _make(module: nn.Module, path: str, homes: Mapping[int, list[str]]) -> Hasha
     return tuple(parts)
 
 
+def attached_to(module: nn.Module) -> int:
+    """How many hooks, and forwards of their own, a module and those in it have."""
+    return sum(
+        ("forward" in vars(inner)) + sum(len(vars(inner).get(hooks) or ()) for hooks in _HOOKS)
+        for inner in module.modules()
+    )
+
+
 def look_of(tensor: Tensor) -> Hashable:
     where = tensor.storage_offset(), tensor.device, is_fake(tensor)
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, where

@@ -3,7 +3,7 @@
 Two sibling modules are alike if all of this holds; any doubt makes a module like no other.
 
     before the run   the same classes, parameters, buffers, training flags and submodules inside,
-                     no hooks, nothing of it shared with the rest of the model
+                     no hooks, nor any that forward adds; nothing of it shared with the rest
     at the call      arguments that look the same, the same plain values of globals and of class
                      attributes around the code
     while it runs    the same calls of torch functions in the same order, on tensors that came from
@@ -43,7 +43,7 @@ from autopipe.ir.torch_private import no_function_modes
 from autopipe.planfile.parts import Read
 from autopipe.tracing.looks import Within
 from autopipe.tracing.module_calls import ModuleCall
-from autopipe.tracing.module_makes import alike_siblings, candidates_of
+from autopipe.tracing.module_makes import alike_siblings, attached_to, candidates_of
 from autopipe.util import shortcuts
 
 Looked = TypeVar("Looked")
@@ -94,11 +94,13 @@ class Likeness:
                     must_run |= not self._later and number & (number - 1) == 0
                     module.forward = self._forward(module, kinds, must_run)
                     until.callback(delattr, module, "forward")
-                    begin, end = self._begin(path, module), self._end(path, kinds)
+                    attached: list[int] = []
+                    begin, end = self._begin(path, attached), self._end(path, kinds, attached)
                     before = module.register_forward_pre_hook(begin, with_kwargs=True)
                     after = module.register_forward_hook(end, with_kwargs=True)
                     until.callback(before.remove)
                     until.callback(after.remove)
+                    attached.append(attached_to(module))
             until.enter_context(self._watching_attributes())
             until.enter_context(_Log(self))
             yield
@@ -110,14 +112,17 @@ class Likeness:
             }
         )
 
-    def _begin(self, path: str, module: nn.Module) -> Callable[..., None]:
-        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, path: str, attached: list[int]) -> Callable[..., None]:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self.running is not None:  # one candidate runs another
                 self.running.doubt()
                 self._calls[path].append(object())
                 return
+            as_before = attached == [attached_to(module)]
             with no_function_modes():  # looking at values here is no call of the model's
                 self.running = ModuleCall(module, (args, kwargs))
+            if not as_before:  # forward has added a hook, which may collect what blocks make
+                self.running.doubt()
 
         return begin
 
@@ -128,12 +133,14 @@ class Likeness:
             found[path.rpartition(".")[0], make].append(path)
         return list(found.values())
 
-    def _end(self, path: str, kinds: list[ModuleCall]) -> Callable[..., None]:
+    def _end(self, path: str, kinds: list[ModuleCall], attached: list[int]) -> Callable[..., None]:
         def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             call = self.running
             if call is None or call.module is not module:
                 return
             self.running = None
+            if attached != [attached_to(module)]:
+                call.doubt()
             with no_function_modes():
                 done = call.finish(output)
             self._calls[path].append(done)

@@ -4,6 +4,8 @@ import random
 
 import pytest
 import torch
+import transformers
+from torch import nn
 
 from autopipe.errors import CaptureError
 from tests.support.long import chosen
@@ -11,6 +13,7 @@ from tests.support.odd_models import (
     Net,
     built,
     inputs,
+    regions_of,
     square,
     traced,
     unlike,
@@ -161,3 +164,31 @@ class AddsToIt(Net):
 def test_what_a_call_gives_is_what_it_was_when_it_gave_it():
     """Bug: a dict that forward adds to was measured at the end, and each micro-batch had others."""
     assert unlike(built(AddsToIt)) == []
+
+
+class Caching(nn.Module):
+    """As models of transformers: a cache beside the result, unless the configuration says no."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.config = transformers.LlamaConfig(use_cache=True)
+
+    def forward(self, hidden):
+        hidden = self.layer(hidden)
+        hidden = hidden + hidden[hidden[:, 0] > 0.1].sum(0)
+        return {"hidden": hidden, "cache": {self} if self.config.use_cache else None}
+
+
+class Cached(Net):
+    def begin(self):
+        self.part = Caching()
+
+    def inside(self, hidden):
+        return self.part(hidden)["hidden"]
+
+
+def test_a_cache_of_transformers_is_off_where_the_call_runs_too():
+    """Bug: it was off while the call was measured, and a run ended at the cache that it gave."""
+    assert regions_of(Cached) == ["part"]
+    assert unlike(built(Cached), traced=traced(Cached)) == []
