@@ -90,8 +90,10 @@ def period(
             dropped = sum(parts[block][0] for block in chosen)
             extra = sum(parts[block][1] for block in chosen)
             there = HELD[held](dropped, largest)
-            of = memory.estimate(ranges, problem, config, place.in_flight, dropped, there)
-            if memory.excess(int(memory.peak(of)), place.room) <= 0:
+            of = memory.estimate(
+                *(ranges, problem, config, place.in_flight, dropped, there), waiting=place.waiting
+            )
+            if memory.excess(int(of.peak), place.room) <= 0:
                 seconds = float(stage_seconds(problem, config, place, ranges, extra).whole)
                 if place.before is not None:
                     sent = ranges.sent + ranges.sent_gradient
