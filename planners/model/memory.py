@@ -159,13 +159,17 @@ def _passing(ranges: Tables, config: Config) -> Bytes:
 def gathered_bytes(block: ArrayLike, tied: ArrayLike, ranks: int) -> Bytes:
     """The most bytes that ZeRO-3 has gathered at once, as in `runtime.parameters.zero3`.
 
+        2 T + T / n            what stays comes first, out of a table to which each rank gives rows
+        T + 2 U + U / n        then a unit comes while the one before it runs
+
     Args:
         block: U, bytes of the largest gathered unit.
         tied: T, bytes of parameters that stay gathered.
         ranks: n, the number of ranks over which they are sharded.
     """
-    unit = np.asarray(block)
-    return np.asarray(tied + 2 * unit + -(-unit // ranks))
+    unit, stays = np.asarray(block), np.asarray(tied)
+    running = stays + 2 * unit + -(-unit // ranks)
+    return np.asarray(np.maximum(running, 2 * stays + -(-stays // ranks)))
 
 
 def scattered_bytes(summed: ArrayLike, largest: ArrayLike, ranks: int) -> Bytes:
