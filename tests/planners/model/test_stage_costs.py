@@ -116,8 +116,10 @@ def test_zero_1_deals_out_masters() -> None:
 
 
 def test_zero_3_deals_out_everything_and_gathers_what_runs() -> None:
-    """Unit 1 is a block of 50 bytes, and the 100 that units 0 and 2 share stay: 2 * 100 + 100 / 4 as
-    they come, more than 100 + 2 * 50 + 50 / 4."""
+    """Unit 1 is a block of 50 bytes, and the 100 that units 0 and 2 share stay.
+
+    As they come they take 2 * 100 + 100 / 4, more than the block: 100 + 2 * 50 + 50 / 4.
+    """
     problem = replace(PROBLEM, blocks=((1, 2),))
     config = FOUR_REPLICAS._replace(zero=3)
     found = Memory(*map(int, memory.estimate(ranges(problem), problem, config, 1)))
