@@ -53,7 +53,8 @@ class Trace:
     """A graph, the description of the batch it was traced on, and the reads it depends on.
 
     `outputs`: the paths of the model's own outputs, if the graph returns them after the loss.
-    `unsteady`: plain attributes and caches that make a second run call torch otherwise.
+    `unsteady`: kept values that make a later call of the model compute otherwise.
+    `caches`: buffers in no checkpoint that the first call makes anew; no states of the graph.
     `regions`: the calls that run as they are.
     `asks_for_gpus`: the user's lines that ask whether a tensor is on a GPU; the answer was no.
     `asks_for_one_row`: the user's lines that ask whether there is one row; the answer was no.
@@ -66,6 +67,7 @@ class Trace:
     reads: tuple[Read, ...]
     outputs: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
+    caches: frozenset[str] = frozenset()
     regions: tuple[Region, ...] = ()
     rows: int | None = None
     asks_for_gpus: tuple[str, ...] = ()
@@ -121,8 +123,7 @@ def trace(
             a symbol as well (`tracing.symbolic_sequence`).
         outputs: whether the graph also returns the model's own outputs.
         kept: how the model is trained in 16 bits (`low_precision`); None: as it is built.
-        original: the user's module that `model` is a copy of, if it was given as one: the loss may
-            hold it, and read its parameters.
+        original: the module that `model` is a copy of, if one was given: the loss may hold it.
         others: makes a batch of as many other rows; a call in which Python reads other values of
             these rows becomes a region.
         lines_may_fix_rows: whether lines that fix the number of rows may become a region.
@@ -334,14 +335,14 @@ class _Tracing:
             check_operands(graph, self.kept.dtype)
             check_followers(graph, self.kept.dtype)
             graph = with_masters(graph, self.kept)
-        regions = tuple(running.region for running in graph.regions.values())
         return Trace(
             graph=graph,
             inputs=self.specs,
             reads=tuple(reads),
             outputs=program.paths,
             unsteady=program.unsteady,
-            regions=regions,
+            caches=frozenset(program.caches),
+            regions=tuple(running.region for running in graph.regions.values()),
             rows=None if self.symbolic else batches.rows_of(self.specs, self.leaves),
             asks_for_gpus=tuple(sorted(program.asks_for_gpus)),
             asks_for_one_row=tuple(sorted(program.asks_for_one_row)),
