@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autopipe.eager.counts import runs_ahead
+from autopipe.eager.counts import Calls, runs_ahead
 from autopipe.eager.holders import Part, holders_of, modules_among
 from autopipe.eager.kept import Caches, restoring
 from autopipe.eager.second_run import Call, Noted, check_left_out, check_unseen, plain_of
@@ -63,21 +63,27 @@ def compared_runs(
             check_unseen(noted.calls, again, filled=bool(caches.filled()))
     if not names:
         return found, ()
-    weights = [p for model in modules_among(parts) for p in model.parameters()]
-    taint = Taint([*rows, *weights, *_written_buffers(parts, others)], draws=True)
-    real = not any(map(is_fake, weights))
-    with restoring(*parts):
-
-        def calls(run: Callable[[], object]) -> tuple[Call, ...]:
-            with taint, CallsOnRows(taint) as on_rows:
-                run()
-            if real:  # the taint holds all activations of the run
-                taint.forget_all_but(_kept(parts))
-            return tuple(on_rows.calls)
-
-        usual, second, later = runs_ahead(parts, others, calls)
+    usual, second, later = _calls_on_rows(parts, rows, others)
     check_left_out(usual, second)
     return found, names if any(other != usual for other in (second, *later)) else ()
+
+
+def _calls_on_rows(
+    parts: Sequence[Part], rows: Iterable[Tensor], run: Callable[[], object]
+) -> tuple[Calls, Calls, list[Calls | str]]:
+    """The calls on rows of a first run, of a second one, and of those that `runs_ahead` makes."""
+    weights = [p for model in modules_among(parts) for p in model.parameters()]
+    taint = Taint([*rows, *weights, *_written_buffers(parts, run)], draws=True)
+
+    def logged(run: Callable[[], object]) -> Calls:
+        with taint, CallsOnRows(taint) as on_rows:
+            run()
+        if not any(map(is_fake, weights)):  # the taint holds all activations of the run
+            taint.forget_all_but(_kept(parts))
+        return tuple(on_rows.calls)
+
+    with restoring(*parts):
+        return runs_ahead(parts, run, logged)
 
 
 class CallsOnRows(TorchFunctionMode):
