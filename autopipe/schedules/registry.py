@@ -181,6 +181,24 @@ def flying(program: Program, stage: int) -> int:
     return peak
 
 
+def between_halves(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> tuple[int, ...]:
+    """`waiting` of each stage under schedule `name`.
+
+    Raises:
+        ScheduleError: as `make`.
+    """
+    stages = ranks * chunks
+    # More micro-batches than two for each stage repeat the same pattern.
+    return _between_halves(name, ranks, min(micro_batches, 2 * stages), chunks)
+
+
+@functools.cache
+def _between_halves(name: str, ranks: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
+    """`between_halves`, which a planner asks for as often as for `in_flight`."""
+    programs = make(name, ranks, micro_batches, chunks=chunks)
+    return tuple(waiting(programs[rank], stage) for stage, rank in enumerate(holders(programs)))
+
+
 def waiting(program: Program, stage: int) -> int:
     """How many of the micro-batches that `stage` holds at once are between the halves of their
     backward, their I done and their W not, when it holds the most."""

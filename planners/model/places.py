@@ -29,7 +29,7 @@ from autopipe.planners.model.problem import (
 )
 from autopipe.schedules.generators import held_in_turns
 from autopipe.schedules.instructions import holders
-from autopipe.schedules.registry import flying, in_flight, make, named, waiting
+from autopipe.schedules.registry import between_halves, flying, in_flight, make, named, waiting
 
 
 class StagePlace(NamedTuple):
@@ -107,13 +107,12 @@ def waitings(problem: Problem, config: Config) -> tuple[int, ...]:
     if not splits(problem, config.schedule):
         return (0,) * stages
     if asked.programs:
-        programs = asked.programs
+        ranks = holders(asked.programs)
+        found = [waiting(asked.programs[rank], stage) for stage, rank in enumerate(ranks)]
     else:
         chunks = chunks_of(asked, config.schedule, config.chunks)
-        enough = min(config.micro_batches, 2 * stages)  # more of them repeat the same pattern
-        programs = make(config.schedule, config.pp, enough, chunks=chunks)
-    of = [waiting(programs[rank], stage) for stage, rank in enumerate(holders(programs))]
-    return (0, *of[1:])
+        found = [*between_halves(config.schedule, config.pp, config.micro_batches, chunks)]
+    return (0, *found[1:])
 
 
 def ranks_of(problem: Problem, config: Config) -> tuple[int, ...]:

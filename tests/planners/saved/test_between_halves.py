@@ -12,7 +12,8 @@ from autopipe.joint.wanted import Wanted
 from autopipe.planners.model.places import waitings
 from autopipe.planners.model.problem import Config
 from autopipe.planners.saved.observe import observe_saved
-from autopipe.schedules.registry import make, waiting
+from autopipe.schedules.instructions import holders
+from autopipe.schedules.registry import between_halves, make, waiting
 from tests.support.inprocess import cut
 from tests.support.problems import line
 from tests.support.staged import trace_model
@@ -92,6 +93,11 @@ def test_stages_of_zb_h1_let_more_micro_batches_wait_the_later_they_are():
     programs = make("zb-h1", 4, 8)
     assert [waiting(program, rank) for rank, program in enumerate(programs)] == [1, 2, 3, 4]
     assert waiting(make("1f1b", 4, 8)[2], 2) == 0
+    assert between_halves("zb-h1", 4, 8) == between_halves("zb-h1", 4, 50) == (1, 2, 3, 4)
+    for ranks, chunks, name in ((4, 1, "zb-h1"), (3, 2, "zb-v")):
+        programs = make(name, ranks, 40, chunks=chunks)
+        every = [waiting(programs[rank], n) for n, rank in enumerate(holders(programs))]
+        assert [*between_halves(name, ranks, 40, chunks)] == every, "a few show the pattern of all"
     problem = line((1.0,) * 4, devices=4)
     # The first half of the first stage has nothing to do, and frees nothing.
     assert waitings(problem, Config(4, 1, 4, 0, "zb-h1")) == (0, 2, 3, 4)
