@@ -48,7 +48,7 @@ def more_between(
 def _given_to(second: set[fx.Node], division: Division) -> dict[int, fx.Node]:
     """By storage, the values that the second half reads and does not make."""
     found: dict[int, fx.Node] = {}
-    readers = [*second, *filter(is_of_both, division.first)]
+    readers = [call for call in division.first if call in second or is_of_both(call)]
     pending = [value for call in readers for value in call.all_input_nodes]
     seen = set(second)
     while pending:
