@@ -155,8 +155,10 @@ class Saving:
                     made_more = -((low.made - high.made) * share[0] // share[1])
                     wait_more = (high.waiting - low.waiting) * share[0] // share[1]
                     lines[size] = _SavedLine(
-                        *(low, (sizes[0] + rise).tolist()),
-                        *(low.made + made_more, low.waiting + wait_more),
+                        seen=low,
+                        bytes=(sizes[0] + rise).tolist(),
+                        made=low.made + made_more,
+                        waiting=low.waiting + wait_more,
                     )
                 else:
                     return lines

@@ -35,6 +35,11 @@ def least_estimate(problem: Problem, config: Config, in_flight: int) -> np.ndarr
     return least
 
 
+def uses_again(problem: Problem, stage: range) -> bool:
+    """Whether several units of a stage use a parameter: no bound has what they make together."""
+    return any(sum(unit in stage for unit in item.units) > 1 for item in problem.parameters)
+
+
 @pytest.mark.parametrize("make", [random_problem, rich_problem], ids=["plain", "rich"])
 def test_the_bound_is_no_more_than_the_estimate(make) -> None:
     """For every range of units, whatever is recomputed, in flight or sharded; up to rounding."""
@@ -52,9 +57,9 @@ def test_the_bound_is_no_more_than_the_estimate(make) -> None:
                 for first, end in itertools.combinations(range(problem.units + 1), 2):
                     least = bound.bytes(first, end, in_flight)
                     assert least - memory.ROUNDED <= found[first, end]
-                    looked, close = looked + 1, close + (least >= 0.9 * found[first, end])
-    # A bound has no gradients that several units make together, of which rich problems have many.
-    assert looked > 1000 and close > looked / 25, "the bound is of use"
+                    if not uses_again(problem, range(first, end)):
+                        looked, close = looked + 1, close + (least >= 0.9 * found[first, end])
+    assert looked > 1000 and close > looked / 20, "the bound is of use"
 
 
 def test_of_units_without_transfers_the_bound_is_the_estimate() -> None:
