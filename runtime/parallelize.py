@@ -13,6 +13,8 @@ from autopipe.runtime.checkpoint import trained
 from autopipe.runtime.cut_again import split_at_length, split_to_evaluate, traces_at_lengths
 from autopipe.runtime.parameters.hold import hold
 from autopipe.runtime.parameters.materialize import Origin
+from autopipe.runtime.script.clipping import Clipping
+from autopipe.runtime.script.unmoved import Unmoved
 from autopipe.runtime.start import (
     check_plan,
     connect,
@@ -24,7 +26,6 @@ from autopipe.runtime.start import (
 from autopipe.runtime.step.pipe import Pipe
 from autopipe.runtime.step.prepare import Rank
 from autopipe.runtime.step.whole_loss import replicas_of_last_stage
-from autopipe.runtime.unmoved import Unmoved
 from autopipe.sharding.local_graph import replicated
 from autopipe.tracing.source import Source
 
@@ -82,6 +83,25 @@ def parallelize(
     rank = Rank(part, checked.compute, transport, held, checked.emitted, replicas)
     evaluation = partial(split_to_evaluate, model, loss, part, sharding)
     at_length = partial(split_at_length, traces_at_lengths(model, loss, plan), part, sharding)
-    shards = held.gradients.shards()
-    unmoved = Unmoved(model, traced, loss, plan, held.states, shards).step
-    return Pipe(rank, own, joined.watchdog, joined.world, evaluation, at_length, seed, unmoved)
+    clipping = Clipping(held.gradients, sharding, joined.place, joined.world, parts=plan.parted)
+    unmoved = Unmoved(
+        model,
+        skeleton=traced.skeleton,
+        example=traced.example,
+        loss=loss,
+        plan=plan,
+        held=held.states,
+        trained=held.gradients.shards(),
+        clipping=clipping,
+    )
+    return Pipe(
+        rank,
+        own,
+        joined.watchdog,
+        joined.world,
+        evaluation,
+        at_length,
+        seed=seed,
+        clipping=clipping,
+        unmoved=unmoved.step,
+    )

@@ -165,6 +165,11 @@ class Plan:
         return self.zero == 3 and self.mesh.dp > 1
 
     @property
+    def parted(self) -> bool:
+        """Whether a rank has parts of what is trained: stages, shards or rows."""
+        return self.mesh.pp > 1 or self.mesh.tp > 1 or self.deals or self.scatters
+
+    @property
     def gathered_share(self) -> float:
         """Bytes of parameters that ZeRO gathers, for each byte of their gradients.
 

@@ -141,7 +141,7 @@ def _check_tensors(model: nn.Module) -> None:
                 hint="read it from the parameter in forward, by .detach(); or register a copy: "
                 ".detach().clone()",
             )
-    persistent = model.state_dict().keys()
+    persistent = model.state_dict(keep_vars=True).keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout != torch.strided and name in persistent:
             kind = str(tensor.layout).removeprefix("torch.")

@@ -76,7 +76,8 @@ class Kept:
         Every rank calls it. `model.load_state_dict(safetensors.torch.load_file(path))` takes the
         file, which rank 0 writes; no rank holds more than one tensor beside its own. A checkpoint,
         `path/step-00000020`, also has the state of `optimizer` and `scheduler` and can be loaded
-        under any other plan; each rank writes its own part. Either is there whole or not at all.
+        under any other plan; each rank writes its own part. Either is there whole or not at all,
+        and for every rank to read when the call returns.
 
         Raises:
             AutopipeError: the file or the folder cannot be written.
@@ -87,10 +88,12 @@ class Kept:
             saving = self.checkpoints(path)
             saving.begin(self.content(optimizer, scheduler), self.steps, self.values())
             saving.close()
-            return
-        atomic_file.check_model(path)
-        self._gradients.gather()
-        self._own.save(path, self.place, self._world, self._gradients.master)
+        else:
+            atomic_file.check_model(path)
+            self._gradients.gather()
+            self._own.save(path, self.place, self._world, self._gradients.master)
+        # A rank that has written its part waits for rank 0, which writes last: all may read it now.
+        check_same_call("save", self.plan, self._world)
 
     def load(
         self,

@@ -23,11 +23,11 @@ from autopipe.frontend import batch as batches
 from autopipe.ir.graph import TensorSpec
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import StagePrediction
-from autopipe.planfile.placements import I
 from autopipe.runtime.launch.watchdog import Watchdog
-from autopipe.runtime.parameters.gradient_sum import multiply, total_norm
+from autopipe.runtime.parameters.gradient_sum import multiply
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
+from autopipe.runtime.script.clipping import Clipping
 from autopipe.runtime.step import measured
 from autopipe.runtime.step.executor import Executor, Record, Results
 from autopipe.runtime.step.kept import Kept
@@ -55,6 +55,7 @@ class Pipe(Kept):
             without; called at the first `evaluate` of either kind and of each length.
         at_length: the same for training, on a batch whose rows have another length than planned.
         seed: the seed of dropout and of all other random numbers of the run.
+        clipping: of this rank's gradients.
         unmoved: a context around each step, which may refuse it; told whether the run is resumed.
 
     Attributes:
@@ -76,6 +77,7 @@ class Pipe(Kept):
         evaluation: Callable[[Any, bool], Split],
         at_length: Callable[[Any, int], Split],
         seed: int,
+        clipping: Clipping,
         unmoved: Callable[[bool], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.plan = rank.part.plan
@@ -93,7 +95,7 @@ class Pipe(Kept):
         self._world = world
         self._check_same = partial(check_same, self.plan, self.place, world)
         self._prepared = Ready(rank, at_length, evaluation, watchdog.learn)
-        self.seed, self._unmoved, self._resumed = seed, unmoved, False
+        self.seed, self._clipping, self._unmoved, self._resumed = seed, clipping, unmoved, False
         self._watchdog = watchdog
         self.steps = 0
         self._compared = False
@@ -198,6 +200,7 @@ class Pipe(Kept):
         if self.loss_scale is not None:
             self.kept = self.loss_scale.unscale(list(self.parameters()), self._world)
         self._own.project(dict(self.named_parameters()), self._gradients.rows, self.place.tp)
+        self._clipping.note()
         return loss
 
     def _one_pass(
@@ -290,7 +293,6 @@ class Pipe(Kept):
         lasts = [self._rank.part.placed[s.index] for s in split.stages if s.is_last(split.graph)]
         return loss, gathered(split, outputs_here, self.plan, lasts, parts.count, self._world)
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`.
 
@@ -300,12 +302,7 @@ class Pipe(Kept):
         check_same_call("clip_grad_norm_", self.plan, self._world)
         if not self.kept:
             return torch.tensor(torch.inf)
-        owned = self._gradients.owned_gradients().items()
-        lies, first = self._own.sharding.states, self.place.tp == 0
-        counted = [g for name, g in owned if first or lies.get(name, I) != I]
-        norm = total_norm(counted, self._world, self.device)
-        multiply(self.parameters(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
+        return self._clipping.clip(max_norm, self.device)
 
     def measured(
         self, optimizer: torch.optim.Optimizer | None = None

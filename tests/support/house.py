@@ -36,13 +36,14 @@ MAY_IMPORT = {
     "runtime.comm": "schedules planfile sharding runtime.launch",
     "runtime.parameters": "util planfile ir frontend tracing sharding stages",
     "runtime.checkpoint": "util planfile ir runtime.parameters",
+    "runtime.script": "util planfile ir frontend eager tracing runtime.parameters",
     "runtime.step": "util schedules planfile ir frontend sharding rewriting stages joint emit "
-    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint",
+    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script",
     "runtime.probe": "util cluster sharding",
     "runtime.telemetry": "util schedules planfile report frontend",
     "runtime": "util schedules planfile report ir frontend eager tracing sharding stages "
-    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.step "
-    "runtime.telemetry",
+    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script "
+    "runtime.step runtime.telemetry",
     "planners.saved": "util ir stages joint planners.model",
     "planners.costs": "util cluster schedules planfile ir tracing sharding stages joint "
     "planners.model planners.search planners.saved",

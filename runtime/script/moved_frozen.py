@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from autopipe.errors import ModelError
-from autopipe.runtime.copied import Sight, look_at, values_of
+from autopipe.runtime.script.copied import Sight, look_at, values_of
 
 
 class MovedFrozen:

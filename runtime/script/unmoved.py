@@ -7,30 +7,27 @@ Another trace shows whether the value is in the graph.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from autopipe.errors import ModelError
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.model_file import OF_FILES
 from autopipe.ir.fingerprint import fingerprint, first_difference
-from autopipe.ir.torch_private import version
 from autopipe.planfile.contents import Plan
-from autopipe.runtime.between import Between, MovedValue
-from autopipe.runtime.copied import Copied
-from autopipe.runtime.moved_frozen import MovedFrozen
-from autopipe.runtime.start import TracedModel
+from autopipe.runtime.script.between import Between, MovedValue
+from autopipe.runtime.script.clipping import Clipping
+from autopipe.runtime.script.copied import Copied, copies_of
+from autopipe.runtime.script.moved_frozen import MovedFrozen
+from autopipe.runtime.script.stale import Stale
+from autopipe.runtime.script.updates import Updates
 from autopipe.tracing.source import Source, bare, trace_as_planned
 from autopipe.util import seeding
-
-FIRST_STEPS = 3
-"""After so many steps nobody looks for an optimizer of other parameters."""
 
 
 class Unmoved:
@@ -38,28 +35,35 @@ class Unmoved:
 
     Args:
         model: the model as the user has given it.
-        traced: its trace on this rank.
+        skeleton: the model without values.
+        example: the rows that it was traced with.
         held: the tensors that the rank reads, by name.
         trained: what its optimizer is to update, by name.
+        clipping: the rank's.
     """
 
     def __init__(
         self,
         model: Source,
-        traced: TracedModel,
+        skeleton: nn.Module,
+        example: Any,
         loss: Loss | None,
         plan: Plan,
         held: Mapping[str, Tensor],
         trained: Mapping[str, nn.Parameter],
+        clipping: Clipping,
     ) -> None:
-        self._model, self._traced, self._loss, self._plan = model, traced, loss, plan
-        self._looked_at = model if isinstance(model, nn.Module) else traced.skeleton
+        self._model, self._skeleton, self._example = model, skeleton, example
+        self._loss, self._plan = loss, plan
+        self._looked_at = model if isinstance(model, nn.Module) else skeleton
         self._moves: Counter[str] = Counter()
         self._between = Between(self._looked_at, *([loss] if loss is not None else []))
         self._copied = Copied(self._between.models, held)
-        parts = plan.mesh.pp > 1 or plan.mesh.tp > 1 or bool(plan.zero)
-        self._frozen = MovedFrozen(self._between.models, parts=parts)
-        self._updated = _Updated(self._looked_at, trained)
+        self._frozen = MovedFrozen(self._between.models, parts=plan.parted)
+        self._updates = Updates(plan, self._looked_at, trained, clipping)
+        self._stale: Stale | None = None
+        if isinstance(model, nn.Module) and (plan.parted or copies_of(model, held)):
+            self._stale = Stale(model)
 
     @contextmanager
     def step(self, resumed: bool) -> Iterator[None]:
@@ -82,14 +86,13 @@ class Unmoved:
         if (name := self._copied.written()) is not None:
             raise _of_copy(name)
         self._frozen.check()
-        self._updated.check()
+        self._updates.check()
         for moved in self._between.moved():
             self._moves[moved.name] += 1
             if self._moves[moved.name].bit_count() == 1:  # its 1st, 2nd, 4th ... time: a count that
                 self._check(moved)  # nobody looks at yet would be traced for in every step
         yield
         self._note()
-        self._updated.note()
 
     def _note(self) -> None:
         """Take the present values as unchanged."""
@@ -97,6 +100,8 @@ class Unmoved:
         self._between.moved_buffers()
         self._copied.written()
         self._frozen.note()
+        if self._stale is not None:
+            self._stale.note()
 
     def _check(self, moved: MovedValue) -> None:
         first = self._again(moved.model)
@@ -117,65 +122,15 @@ class Unmoved:
             kept: a model of the user's file that has the value.
         """
         model = kept if kept is not None else self._model
-        skeleton = bare(model) if isinstance(model, nn.Module) else self._traced.skeleton
+        skeleton = bare(model) if isinstance(model, nn.Module) else self._skeleton
         with torch.random.fork_rng(devices=[]), seeding.at(seeding.places()):
             try:
-                trace = trace_as_planned(
-                    model, skeleton, self._traced.example, self._loss, self._plan
-                )
+                trace = trace_as_planned(model, skeleton, self._example, self._loss, self._plan)
             except ModelError as error:
                 return error.message
         if fingerprint(trace.graph) == self._plan.fingerprint:
             return None
         return first_difference(trace.graph, self._plan.trail)
-
-
-class _Updated:
-    """Finds an optimizer of a module's own parameters, of which this rank trains copies.
-
-        optimizer = torch.optim.AdamW(model.parameters())     and not pipe.parameters()
-
-    Those never get a gradient, and such an optimizer skips them: nothing would be trained.
-    """
-
-    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
-        self._model, self._trained = model, trained
-        self._steps = FIRST_STEPS
-        self._written: int | None = None
-
-    def note(self) -> None:
-        """A step has ended, perhaps with gradients."""
-        with_gradients = any(p.grad is not None for p in self._trained.values())
-        self._written = self._writes() if with_gradients else None
-
-    def check(self) -> None:
-        """Look at the first steps' updates.
-
-        Raises:
-            ModelError: there was none, and there is such an optimizer.
-        """
-        if not self._steps or self._written is None:
-            return
-        self._steps -= 1
-        if self._written != self._writes():
-            return
-        copied = {
-            id(one): name
-            for name, one in self._model.named_parameters()
-            if name in self._trained and self._trained[name] is not one
-        }
-        optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
-        groups = [group for one in optimizers for group in one.param_groups]
-        name = next((copied[id(p)] for g in groups for p in g["params"] if id(p) in copied), None)
-        if name is not None:
-            raise ModelError(
-                f"an optimizer was made of the module's own {name!r}, of which this rank trains a "
-                "part or a copy: the step before has changed no weight",
-                hint="make it of this rank's parameters: torch.optim.AdamW(pipe.parameters())",
-            )
-
-    def _writes(self) -> int:
-        return sum(map(version, self._trained.values()))
 
 
 def _of_buffer(moved: MovedValue) -> ModelError:

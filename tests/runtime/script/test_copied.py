@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from autopipe.runtime.copied import LOOKED_AT, Copied
+from autopipe.runtime.script.copied import LOOKED_AT, Copied
 
 
 def copies_of(model: nn.Module) -> dict[str, Tensor]:

@@ -84,6 +84,11 @@ class Copied:
         return [_look(states[place.model].get(place.name), place) for place in self._places]
 
 
+def copies_of(model: nn.Module, held: Mapping[str, Tensor]) -> list[str]:
+    """The names of a module's tensors of which a rank holds others."""
+    return [n for n, one in values_of(model).items() if n in held and held[n] is not one]
+
+
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     """A module's parameters and buffers that have values."""
     named = chain(model.named_parameters(), model.named_buffers())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autopipe.errors import ModelError
-from autopipe.runtime.moved_frozen import MovedFrozen
+from autopipe.runtime.script.moved_frozen import MovedFrozen
 
 
 class Taught(nn.Module):

@@ -1,0 +1,10 @@
+"""What a training script does beside the steps  ->  nothing, or the sentence that refuses it.
+
+In: the module that was given, this rank's parameters and gradients. A script of one process may
+set numbers that forward reads, write weights, clip gradients, update or save the module: each is
+let be where a rank's part does the same, and refused where it would train or show something else.
+
+Never found here: a step.
+
+Other rooms use: `unmoved.Unmoved`, `clipping.Clipping`.
+"""

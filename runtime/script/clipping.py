@@ -1,0 +1,140 @@
+"""Clips gradients by their norm over the whole model, and finds a script that does by a part's.
+
+    pipe.clip_grad_norm_(1.0)                                rank 0 and 1: norm 5 of all, times 1/5
+    torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)   rank 0: norm 3 of its own, times 1/3
+                                                             rank 1: norm 4 of its own, times 1/4
+
+The second one trains with other gradients than plain PyTorch, and no single rank sees it. But its
+own norm is the same after each such clipping, whatever it was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopipe.errors import ModelError
+from autopipe.ir.torch_private import version
+from autopipe.planfile.parts import Place
+from autopipe.planfile.placements import I, Sharding
+from autopipe.runtime.parameters.gradient_sum import Gradients, multiply, total_norm
+
+SAMPLED, OF = 256, 4
+"""So many entries of so many gradients tell whether a script has scaled all of them alike."""
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """The norm of a rank's gradients when `step` ended, and when the optimizer began."""
+
+    before: float
+    after: float
+
+    def clipped_like(self, other: _Scaled, rounding: float) -> bool:
+        """Whether both were made smaller, from unlike norms to one."""
+        smaller = all(one.after < one.before * (1 - rounding) for one in (self, other))
+        alike = abs(self.after - other.after) <= rounding * self.after
+        return smaller and alike and abs(self.before - other.before) > 10 * rounding * self.before
+
+
+class Clipping:
+    """Scales this rank's gradients, and knows whether something else has.
+
+    Args:
+        gradients: the rank's.
+        sharding: how parameters lie over tensor-parallel ranks.
+        world: the process group of all ranks; None if there is one.
+        parts: whether ranks have parts of the model's gradients, and not each all of them.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        sharding: Sharding,
+        place: Place,
+        world: dist.ProcessGroup | None,
+        *,
+        parts: bool,
+    ) -> None:
+        self._gradients, self._sharding, self._place = gradients, sharding, place
+        self._world, self._parts = world, parts
+        self._states: list[tuple[int, int]] = []
+        self._some: Tensor | None = None
+        self._last: _Scaled | None = None
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, device: torch.device) -> Tensor:
+        """Scale all gradients to a norm of at most `max_norm`; all ranks call it.
+
+        Returns:
+            The norm before, of the whole model's gradients: float32, no dims, on `device`.
+        """
+        owned = self._gradients.owned_gradients().items()
+        lies, first = self._sharding.states, self._place.tp == 0
+        counted = [g for name, g in owned if first or lies.get(name, I) != I]
+        norm = total_norm(counted, self._world, device)
+        multiply(self._parameters(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self.note()
+        return norm
+
+    def note(self) -> None:
+        """Take the gradients as they are for those of the step."""
+        found = self._found() if self._parts else []
+        self._states = _states(found)
+        self._some = _some(found) if found else None
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Look at the gradients that an optimizer is about to use; raises once it is sure.
+
+        Raises:
+            ModelError: twice they were scaled to one norm of this rank's own.
+        """
+        found = self._found() if self._some is not None else []
+        if not found or _states(found) == self._states:
+            return
+        rounding = max(1e-3, *(2 * torch.finfo(one.dtype).eps for one in found))
+        factor = _factor(self._some, _some(found), rounding)
+        if not factor:
+            return
+        after = float(torch.nn.utils.get_total_norm(found))
+        now, last = _Scaled(after / factor, after), self._last
+        self._last = now
+        if last is not None and now.clipped_like(last, rounding):
+            raise ModelError(
+                f"this rank's gradients were scaled to a norm of {after:.4g} before two updates, "
+                f"from {last.before:.4g} and from {now.before:.4g}: that is the norm of its own "
+                "part of the model, and every rank has another one",
+                hint=f"pipe.clip_grad_norm_({after:.2g}) clips by the norm of the whole model",
+            )
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        return self._gradients.shards().values()
+
+    def _found(self) -> list[Tensor]:
+        return [one.grad for one in self._parameters() if one.grad is not None]
+
+
+def _states(gradients: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Equal for gradients that were neither written nor replaced; costs no look at their values."""
+    return [(one.data_ptr(), version(one)) for one in gradients]
+
+
+def _some(gradients: Iterable[Tensor]) -> Tensor:
+    """Some entries of the largest gradients, float32."""
+    largest = sorted(gradients, key=Tensor.numel)[-OF:]
+    flat = (one.detach().reshape(-1) for one in largest)
+    return torch.cat([one[:: max(1, one.numel() // SAMPLED)].float() for one in flat])
+
+
+def _factor(before: Tensor | None, after: Tensor, rounding: float) -> float:
+    """By what entries were multiplied; 0: not all by the same."""
+    if before is None or before.shape != after.shape:
+        return 0.0
+    factor = after.abs().sum() / before.abs().sum()
+    off = (after - before * factor).abs().max()
+    return float(factor) if off <= rounding * after.abs().max() else 0.0

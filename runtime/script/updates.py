@@ -1,0 +1,134 @@
+"""Refuses updates by a script's optimizer that train something else than plain PyTorch would.
+
+    AdamW(model.parameters())                    of which this rank trains copies
+    Muon(pipe.parameters())                      of rows of a matrix, under ZeRO or tp
+    nn.utils.clip_grad_norm_(pipe.parameters())  by the norm of a part (`step.clipping`)
+
+The latter two are found where the optimizer begins, the first one before the next step, as another
+optimizer may have what it lacks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopipe.errors import AutopipeError, ModelError
+from autopipe.frontend import measured_optimizer as measured
+from autopipe.frontend.optimizer import CUSTOM
+from autopipe.planfile.contents import Plan
+from autopipe.runtime.script.clipping import Clipping
+
+
+class Updates:
+    """Looks at each update of this rank's parameters, for as long as this object lives.
+
+    Args:
+        model: the module that was given, or a bare one.
+        trained: this rank's parameters, by name.
+        clipping: knows whether gradients were scaled.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        trained: Mapping[str, nn.Parameter],
+        clipping: Clipping,
+    ) -> None:
+        self._plan, self._clipping = plan, clipping
+        self._trained = {id(parameter): name for name, parameter in trained.items()}
+        self._copied = {
+            id(one): name
+            for name, one in model.named_parameters()
+            if name in trained and trained[name] is not one
+        }
+        self._stepped: set[int] = set()
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        handle = register_optimizer_step_pre_hook(_Hook(self))
+        weakref.finalize(self, handle.remove)
+
+    def begins(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer that begins a step.
+
+        Raises:
+            ModelError: it changes a parameter by all of its gradient, and this rank has a part of
+                it; or gradients were clipped by the norm of a part.
+        """
+        given = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        self._stepped |= given
+        if given.isdisjoint(self._trained):
+            return
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            self._check_kind(optimizer)
+        self._clipping.check()
+
+    def check(self) -> None:
+        """Look at the parameters of all optimizers that have made a step since the last call.
+
+        Raises:
+            ModelError: one of the module's is among them, of which this rank trains a copy, and
+                the copy is not.
+        """
+        stepped, self._stepped = self._stepped, set()
+        updated = {name for one, name in self._trained.items() if one in stepped}
+        for one, name in self._copied.items():
+            if one in stepped and name not in updated:
+                raise ModelError(
+                    f"an optimizer was made of the module's own {name!r}, of which this rank has "
+                    "a part or a copy: the step before has not changed that",
+                    hint="make it of this rank's parameters: torch.optim.AdamW(pipe.parameters())",
+                )
+
+    def _check_kind(self, optimizer: Optimizer) -> None:
+        """Refuse one that the plan was not made for, if it needs more than this rank has."""
+        name, plan = type(optimizer).__name__, self._plan
+        if plan.optimizer.lower() in (CUSTOM, name.lower()):
+            return
+        effect = _effect(optimizer)
+        zero = plan.zero if plan.deals or plan.scatters else 0
+        split = {"zero": zero, "tp": plan.mesh.tp, "pp": plan.mesh.pp}
+        if effect == measured.TENSOR:
+            del split["pp"]
+        parts = [f"{key}={degree}" for key, degree in split.items() if degree > (key != "zero")]
+        if effect == measured.ELEMENT or not parts:
+            return
+        does, instead = measured.WORDS[effect]
+        raise ModelError(
+            f"{name} {does}, and the plan has {' and '.join(parts)}: of the part that a rank has "
+            "it makes something else",
+            hint=f"plan for it, optimizer={name!r}; or take an optimizer that {instead}",
+        )
+
+
+def _effect(optimizer: Optimizer) -> str:
+    """What an optimizer of this class and with these defaults changes together, as far as it can be
+    made anew."""
+
+    def again(parameters: Any) -> Optimizer:
+        return type(optimizer)(parameters, **optimizer.defaults)
+
+    try:
+        return measured.stepped_apart(again)
+    except AutopipeError:  # its class takes other arguments than it keeps
+        return measured.ELEMENT
+
+
+class _Hook:
+    """Tells an `Updates`, while it lives, of each optimizer that begins a step."""
+
+    changes_nothing = True
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = weakref.ref(updates)
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        updates = self._updates()
+        if updates is not None:
+            updates.begins(optimizer)

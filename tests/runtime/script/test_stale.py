@@ -1,0 +1,68 @@
+"""A module of which a rank trains copies is neither called nor saved, from the first step on.
+
+Plain PyTorch would have the trained weights there.
+"""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autopipe import ModelError
+from autopipe.runtime.script.stale import Stale
+
+
+def guarded() -> tuple[nn.Module, Stale]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    return model, Stale(model)
+
+
+def call(model: nn.Module, folder: Path) -> None:
+    assert model(torch.ones(2, 4)).shape == (2, 4)
+
+
+def state(model: nn.Module, folder: Path) -> None:
+    assert "0.weight" in model.state_dict()
+
+
+def save(model: nn.Module, folder: Path) -> None:
+    torch.save(model, folder / "model.pt")
+    assert isinstance(torch.load(folder / "model.pt", weights_only=False), nn.Sequential)
+
+
+Read = Callable[[nn.Module, Path], None]
+
+
+@pytest.mark.parametrize("read", [call, state, save])
+def test_from_the_first_step_on(read: Read, tmp_path: Path) -> None:
+    model, stale = guarded()
+    read(model, tmp_path)
+    stale.note()
+    with pytest.raises(ModelError, match="called or saved after training has begun") as refused:
+        read(model, tmp_path)
+    assert "pipe.evaluate" in str(refused.value.hint) and "pipe.save" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("read", [call, state, save])
+def test_after_the_trained_weights_were_loaded(read: Read, tmp_path: Path) -> None:
+    model, stale = guarded()
+    trained = copy.deepcopy(model.state_dict())
+    stale.note()
+    model.load_state_dict(trained)
+    read(model, tmp_path)
+    stale.note()  # training goes on
+    with pytest.raises(ModelError, match="called or saved"):
+        read(model, tmp_path)
+
+
+@pytest.mark.parametrize("read", [call, state, save])
+def test_a_copy_is_free(read: Read, tmp_path: Path) -> None:
+    """As of the weights to begin with, to compare with."""
+    model, stale = guarded()
+    before = copy.deepcopy(model)
+    stale.note()
+    read(before, tmp_path)
+    read(copy.deepcopy(model), tmp_path)

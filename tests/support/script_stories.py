@@ -1,0 +1,65 @@
+"""Stories of a loop that was written for one process: what it does to a rank's part is refused.
+
+Each would train or show something else than plain PyTorch, and no word would be said.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+import autopipe
+from autopipe import ModelError
+from tests.support.pipes import ZOO, drawn, planned, refused, sgd, story
+
+# Two replicas under ZeRO-1: each rank has half of the weight's rows
+
+
+@story(2)
+def clipping_by_the_norm_of_a_part() -> None:
+    """Seen at the second update: both began with other norms, and both end with one."""
+    plan = planned("linear", 1, 2, 1, zero=1)
+    pipe = autopipe.parallelize(ZOO["linear"].model(), plan, loss=ZOO["linear"].loss)
+    optimizer = sgd(pipe.parameters())
+    for number in range(2):
+        pipe.step(drawn("linear", plan.batch.rows, number))
+        nn.utils.clip_grad_norm_(pipe.parameters(), 0.001)
+        told = "scaled to a norm of 0.001 before two updates", "pipe.clip_grad_norm_(0.001)"
+        with refused(ModelError, *told) if number else nullcontext():
+            optimizer.step()
+
+
+@story(2)
+def an_optimizer_of_whole_matrices() -> None:
+    """The plan is one for AdamW, which changes each element by its own gradient."""
+    plan = planned("linear", 1, 2, 1, zero=1)
+    pipe = autopipe.parallelize(ZOO["linear"].model(), plan, loss=ZOO["linear"].loss)
+    pipe.step(drawn("linear", plan.batch.rows, 0))
+    weights = {name: one.detach().clone() for name, one in pipe.named_parameters()}
+    told = "Adafactor changes each parameter as a whole, and the plan has zero=1", "'Adafactor'"
+    with refused(ModelError, *told):
+        torch.optim.Adafactor(pipe.parameters()).step()
+    for name, one in pipe.named_parameters():
+        assert torch.equal(one, weights[name]), "nothing is changed"
+
+
+@story(2)
+def the_module_itself() -> None:
+    """It may be called before the first step, and once it has the trained weights."""
+    case, plan = ZOO["linear"], planned("linear", 1, 2, 1, zero=1)
+    model, batch = case.model(), drawn("linear", plan.batch.rows, 0)
+    model.name_in_zoo = "linear"  # type: ignore[assignment]  # for `pipes.once`
+    pipe = autopipe.parallelize(model, plan, loss=case.loss)
+    optimizer = sgd(pipe.parameters())
+    before = model(batch["input"])
+    pipe.step(batch)
+    optimizer.step()
+    for read in (lambda: model(batch["input"]), model.state_dict):
+        with refused(ModelError, "called or saved after training has begun", "pipe.evaluate"):
+            read()
+    _, outputs = pipe.evaluate(batch, outputs=True)
+    model.load_state_dict(pipe.state_dict())
+    after = model(batch["input"])
+    assert torch.equal(after, outputs) and not torch.equal(after, before)
