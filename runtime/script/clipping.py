@@ -83,9 +83,13 @@ class Clipping:
 
     def note(self) -> None:
         """Take the gradients as they are for those of the step."""
-        found = self._found() if self._parts else []
+        found = self._found()
         self._states = _states(found)
-        self._some = _some(found) if found else None
+        self._some = _some(found) if found and self._parts else None
+
+    def untouched(self) -> bool:
+        """Whether this rank's gradients are still there as the step has left them."""
+        return bool(self._states) and _states(self._found()) == self._states
 
     @torch.no_grad()
     def check(self) -> None:

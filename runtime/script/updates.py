@@ -2,16 +2,18 @@
 
     AdamW(model.parameters())                    of which this rank trains copies
     Muon(pipe.parameters())                      of rows of a matrix, under ZeRO or tp
-    nn.utils.clip_grad_norm_(pipe.parameters())  by the norm of a part (`step.clipping`)
+    nn.utils.clip_grad_norm_(pipe.parameters())  by the norm of a part (`clipping`)
+    step, step, step, step, optimizer.step()     of the last one's gradients, which are not added up
 
-The latter two are found where the optimizer begins, the first one before the next step, as another
-optimizer may have what it lacks.
+They are found where the optimizer begins, but for the first one, which is found before the next
+step: another optimizer may have what it lacks.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import nn
@@ -49,6 +51,7 @@ class Updates:
             if name in trained and trained[name] is not one
         }
         self._stepped: set[int] = set()
+        self._dropped = 0
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         handle = register_optimizer_step_pre_hook(_Hook(self))
         weakref.finalize(self, handle.remove)
@@ -58,19 +61,27 @@ class Updates:
 
         Raises:
             ModelError: it changes a parameter by all of its gradient, and this rank has a part of
-                it; or gradients were clipped by the norm of a part.
+                it; or gradients were clipped by the norm of a part; or there were several steps
+                since the last update.
         """
         given = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._stepped |= given
         if given.isdisjoint(self._trained):
             return
+        if self._dropped:
+            raise ModelError(
+                f"an update begins after {self._dropped + 1} steps, and pipe.step keeps the last "
+                "one's gradients alone: plain PyTorch would have added them up",
+                hint="to accumulate gradients give all rows to one step, of a plan with that "
+                "--batch and as many more --micro-batches; pipe.zero_grad() drops a step's",
+            )
         if optimizer not in self._known:
             self._known.add(optimizer)
             self._check_kind(optimizer)
         self._clipping.check()
 
     def check(self) -> None:
-        """Look at the parameters of all optimizers that have made a step since the last call.
+        """Before a step, look at what optimizers have changed since the last one.
 
         Raises:
             ModelError: one of the module's is among them, of which this rank trains a copy, and
@@ -78,6 +89,8 @@ class Updates:
         """
         stepped, self._stepped = self._stepped, set()
         updated = {name for one, name in self._trained.items() if one in stepped}
+        waits = not updated and self._clipping.untouched()
+        self._dropped = self._dropped + 1 if waits else 0
         for one, name in self._copied.items():
             if one in stepped and name not in updated:
                 raise ModelError(
@@ -114,6 +127,9 @@ def _effect(optimizer: Optimizer) -> str:
     def again(parameters: Any) -> Optimizer:
         return type(optimizer)(parameters, **optimizer.defaults)
 
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        return measured.MODEL  # it searches along a line, as LBFGS does
     try:
         return measured.stepped_apart(again)
     except AutopipeError:  # its class takes other arguments than it keeps

@@ -41,6 +41,8 @@ def an_optimizer_of_whole_matrices() -> None:
     told = "Adafactor changes each parameter as a whole, and the plan has zero=1", "'Adafactor'"
     with refused(ModelError, *told):
         torch.optim.Adafactor(pipe.parameters()).step()
+    with refused(ModelError, "LBFGS changes all parameters together", "zero=1"):
+        torch.optim.LBFGS(pipe.parameters()).step(lambda: torch.zeros(()))
     for name, one in pipe.named_parameters():
         assert torch.equal(one, weights[name]), "nothing is changed"
 

@@ -1,0 +1,80 @@
+"""Several steps to an update are no accumulated gradients: the update is refused.
+
+What else an optimizer may do to parts is told in `script_stories`, which has ranks.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import autopipe
+from autopipe import ModelError, Pipe
+from tests.support.inprocess import machine
+from tests.support.odd_models import Net, built, inputs, square
+
+Step = Callable[[], object]
+
+
+def script() -> tuple[Pipe, Step, torch.optim.Optimizer]:
+    """A pipe of one rank, what makes a step of it, and an optimizer of its parameters."""
+    one = {"cluster": machine(1), "batch_size": 4, "say": [].append}
+    plan = autopipe.plan(lambda: built(Net), inputs, loss=square, **one)
+    pipe = autopipe.parallelize(lambda: built(Net), plan, inputs=inputs, loss=square)
+    return pipe, lambda: pipe.step(inputs(4)), torch.optim.SGD(pipe.parameters(), lr=0.1)
+
+
+def test_gradients_are_not_accumulated() -> None:
+    """Plain PyTorch would have used the sum of four steps; the parameters stay as they were."""
+    pipe, step, optimizer = script()
+    before = {name: one.detach().clone() for name, one in pipe.named_parameters()}
+    for _ in range(4):
+        step()
+    with pytest.raises(ModelError, match=r"after 4 steps, .* the last one's gradients") as refused:
+        optimizer.step()
+    assert "give all rows to one step" in str(refused.value.hint)
+    for name, one in pipe.named_parameters():
+        assert torch.equal(one, before[name])
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_step_whose_gradients_were_dropped(to_none: bool) -> None:
+    """As where the loss was none that one trains by."""
+    pipe, step, optimizer = script()
+    step()
+    pipe.zero_grad(set_to_none=to_none)
+    step()
+    optimizer.step()
+    step()
+    optimizer.zero_grad(set_to_none=to_none)
+    step()
+    optimizer.step()
+
+
+def test_steps_alone() -> None:
+    """As of a loop that measures their seconds, after one that trains."""
+    _, step, optimizer = script()
+    for _ in range(2):
+        step()
+        optimizer.step()
+    for _ in range(3):
+        step()
+
+
+def test_two_optimizers_in_turn() -> None:
+    pipe, step, _ = script()
+    for one in pipe.parameters():
+        step()
+        torch.optim.SGD([one], lr=0.1).step()
+
+
+def test_an_optimizer_of_others() -> None:
+    """It trains something of the script's own in each step."""
+    _, step, optimizer = script()
+    others = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    for _ in range(2):
+        step()
+        others.step()
+    with pytest.raises(ModelError, match="after 2 steps"):
+        optimizer.step()
