@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.errors import AutopipeError, ModelError
+from autopipe.errors import AutopipeError
 from autopipe.frontend import batch as batches
 from autopipe.ir.graph import TensorSpec
 from autopipe.ir.partition import Stage
@@ -27,6 +27,7 @@ from autopipe.runtime.launch.watchdog import Watchdog
 from autopipe.runtime.parameters.gradient_sum import multiply
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
+from autopipe.runtime.script.around import check_around
 from autopipe.runtime.script.clipping import Clipping
 from autopipe.runtime.step import measured
 from autopipe.runtime.step.executor import Executor, Record, Results
@@ -168,13 +169,9 @@ class Pipe(Kept):
         Raises:
             ModelError: the batch is not what the plan was made for, its rows do not divide, or
                 ranks were given different ones; no rank has sent anything then. All contents are
-                compared in the first step, some in every one. Or gradients are off.
+                compared in the first step, some in every one. Or gradients are off, or autocast on.
         """
-        if not torch.is_grad_enabled():
-            raise ModelError(
-                "pipe.step was called under torch.no_grad() or inference_mode(): no gradients",
-                hint="call it outside; pipe.evaluate(batch) gives the loss without gradients",
-            )
+        check_around("step", self.plan.precision, self.device)
         with self._unmoved(self._resumed), self._watchdog.at(self.steps):
             loss = self._step(batch, sharded)
         self._resumed, self._compared = False, True
@@ -263,6 +260,7 @@ class Pipe(Kept):
         Raises:
             ModelError: as `step`.
         """
+        check_around("evaluate", self.plan.precision, self.device)
         # Steps use what is made here: no inference tensors. The watchdog is told the last step.
         with torch.inference_mode(False), torch.no_grad(), self._watchdog.at(self.steps - 1):
             return self._evaluate(batch, sharded, outputs)
