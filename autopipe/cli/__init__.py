@@ -11,8 +11,8 @@ an error that the user can fix, 1 for any other. Commands pass files to each oth
                                             ->  autopipe emit plan.json -o FOLDER
                                             ->  autopipe diff plan.json other.json
 
-One file for each command, and one for the report at the end of a run. `--help` imports them all, so
-slow imports, torch above all, stand inside the commands' functions.
+One file for each command, and a room for `run` (`running`). `--help` imports them all, so slow
+imports, torch above all, stand inside the commands' functions.
 Never found here: planning, training, drawing; commands call the other rooms for these.
 
 Other rooms use: nothing. `autopipe/__main__.py` calls `entry.main`; an emitted train.py uses the
@@ -20,7 +20,7 @@ names in `__all__`.
 """
 
 from autopipe.cli.entry import main, program
-from autopipe.cli.run_report import report
+from autopipe.cli.running.summary import report
 from autopipe.terminal.console import quiet, say, tell
 from autopipe.terminal.paths import check_folder
 

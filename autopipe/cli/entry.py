@@ -28,7 +28,7 @@ from autopipe.cli import explain as explain  # isort: skip
 from autopipe.cli import simulate as simulate  # isort: skip
 from autopipe.cli import report as report  # isort: skip
 from autopipe.cli import check as check  # isort: skip
-from autopipe.cli import run as run  # isort: skip
+from autopipe.cli.running import run as run  # isort: skip
 from autopipe.cli import export as export  # isort: skip
 from autopipe.cli import checkpoint as checkpoint  # isort: skip
 from autopipe.cli import emit as emit  # isort: skip

@@ -7,6 +7,7 @@ Never found here: what a command does (`cli`), how a plan is shown (`report`).
 Only `cli` uses it, and any of its files.
 
     commands   makes a function a command: errors, exit codes, the options that all have
+    option_groups  options as the fields of a dataclass
     console    what is said, and whether: --quiet, --debug
     bars       progress
     paths      the files that are read, the folders that are written to

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from autopipe.errors import AutopipeError
 from autopipe.frontend.quiet import command_hushed
 from autopipe.terminal import bars, console
+from autopipe.terminal.option_groups import spread, with_parameters
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -35,7 +36,7 @@ EXAMPLES: dict[str, str] = {}
 """An example line for each command, in the order of use."""
 
 FUNCTIONS: dict[str, Callable[..., None]] = {}
-"""The function of each command."""
+"""The function of each command, with a parameter for each argument and option."""
 
 _MEANT = {
     **dict.fromkeys(("train", "start", "launch", "execute"), "run"),
@@ -90,14 +91,18 @@ app = typer.Typer(
 def command(example: str, *, more: str | None = None) -> Callable[[Command], Command]:
     """Make a function a command; `--help` prints its docstring.
 
+    Its parameters are the command's arguments and options; one whose type is a dataclass stands
+    for an option a field (`option_groups`).
+
     Args:
         example: a command line that works.
         more: text that `--help` prints below the options.
     """
 
     def of(function: Command) -> Command:
-        EXAMPLES[function.__name__], FUNCTIONS[function.__name__] = example, function
-        app.command(epilog=more)(with_talk(function))
+        name, plain = function.__name__, spread(function)
+        EXAMPLES[name], FUNCTIONS[name] = example, plain
+        app.command(epilog=more)(with_talk(plain))
         return function
 
     return of
@@ -124,16 +129,12 @@ def with_talk(function: Callable[..., None]) -> Callable[..., None]:
                 watchdog.verdict(error)  # the other ranks learn who has ended
                 raise typer.Exit(130) from None
 
-    signature = inspect.signature(function)
     hints = typing.get_type_hints(function, include_extras=True)
-    parameters = [
-        *(p.replace(annotation=hints[name]) for name, p in signature.parameters.items()),
-        *(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
-            for name, hint in (("quiet", _Quiet), ("debug", _Debug))
-        ),
+    own = inspect.signature(function).parameters
+    own_ones = [parameter.replace(annotation=hints[name]) for name, parameter in own.items()]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    common = [
+        inspect.Parameter("quiet", keyword, default=False, annotation=_Quiet),
+        inspect.Parameter("debug", keyword, default=False, annotation=_Debug),
     ]
-    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    del wrapper.__wrapped__  # hints would be sought there
-    return wrapper
+    return with_parameters(wrapper, [*own_ones, *common])

@@ -122,7 +122,7 @@ def test_options_of_a_run(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> N
         given.update(options)
         raise Stop
 
-    monkeypatch.setattr("autopipe.runtime.parallelize.parallelize", parallelize)
+    monkeypatch.setattr("autopipe.cli.running.training.parallelize", parallelize)
     autopipe.plan(1, "--batch", "4")
     for options, expected in (
         ("", {"offload": False, "seed": 0, "weights": None}),
@@ -143,7 +143,7 @@ def test_a_ctrl_c_says_what_is_lost(
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autopipe.cli.run._train", interrupted)
+    monkeypatch.setattr("autopipe.cli.running.training.run", interrupted)
     said = autopipe("run", "plan.json", *(["--checkpoints", "kept"] if keeps else []))
     assert said.code == 130
     assert ("what was trained is not kept" in said.err) == (not keeps)

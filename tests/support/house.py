@@ -55,9 +55,11 @@ MAY_IMPORT = {
     "checking": "util cluster schedules planfile ir frontend eager opaque tracing sharding "
     "rewriting stages planners.driver runtime.launch runtime.parameters runtime.step runtime",
     "terminal": "util planfile frontend runtime.launch",
-    "cli": "terminal util schedules planfile report export interop frontend tracing emit checking "
-    "runtime.launch runtime.probe runtime.checkpoint runtime.telemetry runtime "
-    "planners.driver planners.formulas page",
+    "cli.running": "terminal util planfile report frontend runtime.launch runtime.checkpoint "
+    "runtime.telemetry runtime.step runtime planners.driver",
+    "cli": "cli.running terminal util schedules planfile report export interop frontend tracing "
+    "emit checking runtime.launch runtime.probe runtime.checkpoint runtime planners.driver "
+    "planners.formulas page",
 }
 """For each room the rooms that its files may import; all of them may import autopipe.errors."""
 
