@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,55 +21,55 @@ from autopipe.util.gc_pause import until_exit
 from autopipe.util.progress import phase
 from autopipe.util.stopwatch import Stopwatch
 
+Output = Annotated[Path, typer.Option("-o", "--output", help="The plan file to write.")]
 
-@command("autopipe plan model.py --cluster 2x8xA100-80GB", more=CONTRACT)
-def plan(
-    model: ModelArgument,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The plan file to write.")] = Path(
-        "plan.json"
-    ),
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages.")] = None,
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Arguments of `autopipe.plan` that a user may give, by their names there."""
+
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages.")] = None
     tp: Annotated[
         int | None,
         typer.Option(min=1, help="Tensor-parallel degree: ranks that share each matrix."),
-    ] = None,
-    dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel replicas.")] = None,
+    ] = None
+    dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel replicas.")] = None
     micro_batches: Annotated[
         int | None, typer.Option(min=1, help="Equal parts of a replica's rows in a step.")
-    ] = None,
+    ] = None
     micro_batch_size: Annotated[
         int | None, typer.Option(min=1, help="Rows of a micro-batch, instead of --micro-batches.")
-    ] = None,
+    ] = None
     schedule: Annotated[
         str | None,
         typer.Option(help="naive, gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v, or a file."),
-    ] = None,
+    ] = None
     chunks: Annotated[
         int | None, typer.Option(min=2, help="Stages on each rank, for interleaved.")
-    ] = None,
+    ] = None
     window: Annotated[
         int | None,
         typer.Option(min=1, help="Micro-batches that a stage lets its sender send ahead of need."),
-    ] = None,
+    ] = None
     depth: Annotated[
         int | None,
         typer.Option(min=0, help="Micro-batches in flight beyond 1f1b's, for eager-1f1b."),
-    ] = None,
+    ] = None
     precision: Annotated[
         str | None,
         typer.Option(
             help="fp32; bf16, fp16: with fp32 master weights; bf16-autocast, fp16-autocast. "
             "Default: bf16 on GPUs that have it."
         ),
-    ] = None,
+    ] = None
     grad_dtype: Annotated[
         str | None,
         typer.Option(help="What bf16 or fp16 sums gradients in: fp32, the default, or itself."),
-    ] = None,
+    ] = None
     optimizer_dtype: Annotated[
         str | None,
         typer.Option(help="fp32 master weights, the default; or bf16, fp16: without them."),
-    ] = None,
+    ] = None
     compile: Annotated[
         bool | None,
         typer.Option(
@@ -76,34 +77,34 @@ def plan(
             help="Fuse memory-bound ops by torch.compile, and keep less for backward. "
             "Default: on GPUs.",
         ),
-    ] = None,
+    ] = None
     fuse_attention: Annotated[
         bool | None,
         typer.Option(
             "--fuse-attention/--no-fuse-attention",
             help="Run each attention that the model writes out as one op. Default: with --compile.",
         ),
-    ] = None,
+    ] = None
     zero: Annotated[
         int | None,
         typer.Option(
             help="What replicas shard: 0 nothing, 1 optimizer state, 2 gradients, 3 parameters too."
         ),
-    ] = None,
+    ] = None
     transfers: Annotated[
         str | None,
         typer.Option(
             help="With tp, what goes to a later stage: whole from each rank, or parts that the "
             "receivers gather. Default: the faster."
         ),
-    ] = None,
+    ] = None
     turns: Annotated[
         str | None,
         typer.Option(
             help="The number of ranks that take turns at each stage, as 1,2,1; or off: one each. "
             "Default: what is faster."
         ),
-    ] = None,
+    ] = None
     recompute: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,56 +112,66 @@ def plan(
             "block attention, norms, activations, elementwise or gathers; or an op by a node's "
             "name. May be repeated."
         ),
-    ] = None,
+    ] = None
     offload: Annotated[
         list[str] | None,
         typer.Option(
             help="Keep what backward needs in the host's memory: off (the default), auto, all, a "
             "class of blocks, or a block. May be repeated."
         ),
-    ] = None,
+    ] = None
     memory: Annotated[
         str | None, typer.Option(help="Limit of every device, as 24GiB; or of each, with commas.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Rows of the whole batch.")] = None,
+    ] = None
+    batch_size: Annotated[
+        int | None, typer.Option("--batch", min=1, help="Rows of the whole batch.")
+    ] = None
     cluster: Annotated[
         str | None,
         typer.Option(
             help="local:4, cpu:4 (processes on this machine's processor), 2x8xA100-80GB, or a "
             "file. Default: this machine."
         ),
-    ] = None,
-    sequence: Annotated[
+    ] = None
+    sequence_parallel: Annotated[
         bool,
         typer.Option(
             "--sequence-parallel/--no-sequence-parallel",
             help="With tp: also consider shards of the tokens between layers.",
         ),
-    ] = True,
+    ] = True
     planner: Annotated[
         str,
         typer.Option(
             help="How to cut: dynamic (the fastest), exhaustive (the same, by trying all) or "
             "uniform (equally many blocks a stage, as Megatron-LM)."
         ),
-    ] = "dynamic",
+    ] = "dynamic"
     loss_over: Annotated[
         str | None,
         typer.Option(
             help="rows; micro-batch: the mean of each micro-batch's own loss; or batch: the loss "
             "of all rows together (in-batch negatives), in two passes."
         ),
-    ] = None,
+    ] = None
     lengths: Annotated[
         str | None,
         typer.Option(help="Tokens of a row that batches will have: 128,256,512. Default: inputs'."),
-    ] = None,
+    ] = None
     loss_parts: Annotated[
         str | None,
         typer.Option(
             help="Compute the loss from parts of the vocabulary: auto, off, or their number."
         ),
-    ] = None,
+    ] = None
+
+
+@command("autopipe plan model.py --cluster 2x8xA100-80GB", more=CONTRACT)
+def plan(
+    model: ModelArgument,
+    *,
+    output: Output = Path("plan.json"),
+    options: PlanOptions,
     json: Json = False,
 ) -> None:
     """Decide how to split a model; what is not constrained is the planner's choice.
@@ -178,41 +189,20 @@ def plan(
         from autopipe.report import as_json, facts, spending
 
         file = model_file.load(model)
+    asked = vars(options) | {
+        "batch_size": options.batch_size or file.batch_size,
+        "loss_over": options.loss_over or file.loss_over,
+        "lengths": _numbers(options.lengths) if options.lengths else file.lengths,
+    }
     made = make_plan(
         file.model,
         file.inputs,
         loss=file.loss,
         optimizer=file.optimizer or "adamw",
-        cluster=cluster,
-        batch_size=batch or file.batch_size,
-        pp=pp,
-        dp=dp,
-        tp=tp,
-        micro_batches=micro_batches,
-        micro_batch_size=micro_batch_size,
-        schedule=schedule,
-        chunks=chunks,
-        window=window,
-        depth=depth,
-        precision=precision,
-        grad_dtype=grad_dtype,
-        optimizer_dtype=optimizer_dtype,
-        compile=compile,
-        fuse_attention=fuse_attention,
-        zero=zero,
-        transfers=transfers,
-        turns=turns,
-        recompute=recompute,
-        offload=offload,
-        memory=memory,
-        planner=planner,
-        sequence_parallel=sequence,
-        loss_over=loss_over or file.loss_over,
-        lengths=_numbers(lengths) if lengths else file.lengths,
-        loss_parts=loss_parts,
         source=relative(model, output.resolve().parent),
         say=say,
         watch=watch,
+        **asked,
     )
     with watch("written"):
         made.save(output)

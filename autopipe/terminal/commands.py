@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from autopipe.errors import AutopipeError
 from autopipe.frontend.quiet import command_hushed
 from autopipe.terminal import bars, console
-from autopipe.terminal.option_groups import spread, with_parameters
+from autopipe.terminal.option_groups import KEYWORD_ONLY, spread, with_parameters
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -132,9 +132,8 @@ def with_talk(function: Callable[..., None]) -> Callable[..., None]:
     hints = typing.get_type_hints(function, include_extras=True)
     own = inspect.signature(function).parameters
     own_ones = [parameter.replace(annotation=hints[name]) for name, parameter in own.items()]
-    keyword = inspect.Parameter.KEYWORD_ONLY
     common = [
-        inspect.Parameter("quiet", keyword, default=False, annotation=_Quiet),
-        inspect.Parameter("debug", keyword, default=False, annotation=_Debug),
+        inspect.Parameter("quiet", KEYWORD_ONLY, default=False, annotation=_Quiet),
+        inspect.Parameter("debug", KEYWORD_ONLY, default=False, annotation=_Debug),
     ]
     return with_parameters(wrapper, [*own_ones, *common])

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+
 
 def spread(function: Callable[..., None]) -> Callable[..., None]:
     """The same function with a parameter for each field of its dataclass parameters."""
@@ -38,7 +40,7 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
             if name in groups:
                 yield from _parameters_of(groups[name])
             else:
-                yield parameter.replace(annotation=hints[name])
+                yield parameter.replace(kind=KEYWORD_ONLY, annotation=hints[name])
 
     return with_parameters(wrapper, parameters())
 
@@ -47,10 +49,7 @@ def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
     hints = typing.get_type_hints(group, include_extras=True)
     for field in fields(group):
         yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name],
+            field.name, KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
         )
 
 
