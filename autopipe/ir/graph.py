@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, wraps
-from typing import Any, TypeAlias, TypeVar
+from functools import cached_property, lru_cache, reduce, wraps
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import sympy
 import torch
 
 from autopipe.ir.torch_private import formal_arguments
+from autopipe.planfile.regions import Region
 from autopipe.util import dims, dtypes
 
 BATCH, SEQUENCE = dims.symbols()
@@ -195,12 +196,21 @@ class StateSpec:
         return f"{self.kind} {self.spec}{master}"
 
 
+class UserCall(Protocol):
+    """A call of the user's own code, which runs in this process by its `key`."""
+
+    @property
+    def region(self) -> Region: ...
+    @property
+    def key(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Graph:
     """A traced model and its loss. `outputs` is (loss,) or (sum, count).
 
-    `constants` are the tensors that forward made from Python numbers, by name, and `regions` what
-    runs in the nodes of `REGION_OP` (`opaque.regions.Running`).
+    `constants` are the tensors that forward made from Python numbers, by name, and `regions` the
+    calls of the user's own code, by the names that nodes of `REGION_OP` have for them.
     """
 
     inputs: Mapping[str, TensorSpec]
@@ -208,7 +218,11 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[Arg, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
-    regions: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    regions: Mapping[str, UserCall] = field(default_factory=dict, compare=False)
+
+    def called(self, node: Node) -> UserCall:
+        """The call that a node of `REGION_OP` runs."""
+        return self.regions[str(node.args[-1])]
 
     def spec(self, value: Value) -> TensorSpec:
         """Shape and dtype of a value."""
@@ -247,8 +261,7 @@ def once(find: Callable[[Graph], _T]) -> Callable[[Graph], _T]:
     def found(graph: Graph) -> _T:
         if name not in graph._found:
             graph._found[name] = find(graph)
-        known: _T = graph._found[name]
-        return known
+        return cast(_T, graph._found[name])
 
     return found
 
@@ -272,10 +285,7 @@ def short_name(op: str) -> str:
 
 def resolve(op: str) -> Any:
     """The torch op named `op`, such as `aten.linear.default`."""
-    found: Any = torch.ops
-    for part in op.split("."):
-        found = getattr(found, part)
-    return found
+    return reduce(getattr, op.split("."), torch.ops)
 
 
 def arguments(node: Node) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class RowRuns:
             if "dropout" in node.op:
                 args[2] = False  # (input, p, train)
             if node.op == REGION_OP:
-                args[-1] = self.graph.regions[str(args[-1])].key
+                args[-1] = self.graph.called(node).key
             result = resolve(node.op)(*args, **{key: value(a) for key, a in node.kwargs.items()})
             results = result if node.packed else (result,)
             if node.op == REGION_OP:

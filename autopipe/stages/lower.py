@@ -280,7 +280,7 @@ class _Emitter:
             }
         args = tuple(self.argument(arg, env) for arg in node.args)
         if node.op == REGION_OP:
-            args = (*args[:-1], self.graph.regions[args[-1]].key)
+            args = (*args[:-1], self.graph.called(node).key)
         return args, {key: self.argument(arg, env) for key, arg in node.kwargs.items()}
 
     def _call(

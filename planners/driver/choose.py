@@ -137,7 +137,7 @@ def _not_compiled(job: Job) -> str:
     if node is None:
         return ""
     if node.op == REGION_OP:
-        region = graph.regions[str(node.args[-1])].region
+        region = graph.called(node).region
         return f"{region.name} is not compiled, since it runs as it is: {region.why}"
     place = f"{node.place}: " if node.place else ""
     return f"{place}no compiler looks into {node.op}"

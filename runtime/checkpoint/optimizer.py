@@ -15,7 +15,7 @@ have it whole, in the run that saves and in the one that loads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -204,28 +204,38 @@ def restore(
         )
     saved = _saved(stored)
     others = {name: states for of_rank in saved for name, states in of_rank["states"].items()}
-    _regroup(optimizer, named, [of_rank["groups"] for of_rank in saved])
-    optimizer.state.update(_beside(groups_of(optimizer, named), saved, kind))
-    for group in optimizer.param_groups:
-        counted_there = bool(group.get("capturable") or group.get("fused"))
-        for name, parameter in _of(group["params"], named):
-            if name not in own:
-                continue
+    groups = groups_of(optimizer, named)
+    _regroup(optimizer, groups, [of_rank["groups"] for of_rank in saved])
+    optimizer.state.update(_beside(groups, saved, kind))
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        counts_on_device = bool(group.get("capturable") or group.get("fused"))
+        for name in [name for name in names if name in own]:
+            parameter = named[name]
+            device = parameter.device if counts_on_device else torch.device("cpu")
             state: dict[str, Any] = like({}, others.get(name, {}))
             for key in stored.states.get(name, ()):
-                first = stored.chunks[name, key][0][1]
-                if first.kind == NUMBER:
-                    number = stored.number(name, key).reshape(first.shape)
-                    state[key] = number.to(parameter.device) if counted_there else number
-                elif first.kind == WHOLE:
-                    state[key] = _read_whole(own[name], key, parameter, stored)
-                else:
-                    state[key] = _read(own[name], key, parameter, stored)
+                state[key] = _read(own[name], key, parameter, stored, device)
             if state:
                 optimizer.state[parameter] = state
 
 
-def _read(own: OwnTensor, key: str, parameter: nn.Parameter, stored: Stored) -> Tensor:
+def _read(
+    own: OwnTensor, key: str, parameter: nn.Parameter, stored: Stored, counters: torch.device
+) -> Tensor:
+    """One of a parameter's states that are tensors.
+
+    Args:
+        counters: the device on which the optimizer has its numbers, as the step.
+    """
+    first = stored.chunks[own.name, key][0][1]
+    if first.kind == NUMBER:
+        return stored.number(own.name, key).reshape(first.shape).to(counters)
+    if first.kind == WHOLE:
+        return _read_whole(own, key, parameter, stored)
+    return _read_alike(own, key, parameter, stored)
+
+
+def _read_alike(own: OwnTensor, key: str, parameter: nn.Parameter, stored: Stored) -> Tensor:
     """A state of the parameter's shape."""
     dtype = _dtype(own, stored.chunks[own.name, key][0][1], parameter, stored)
     state = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -325,18 +335,10 @@ def _beside(here: Groups, saved: Sequence[Mapping[str, Any]], kind: str) -> dict
     return dict(like({}, found[0]))
 
 
-def _of(parameters: Sequence[nn.Parameter], named: Named) -> Iterator[tuple[str, nn.Parameter]]:
-    names = {id(parameter): name for name, parameter in named.items()}
-    for parameter in parameters:
-        if id(parameter) in names:
-            yield names[id(parameter)], parameter
-
-
 def _regroup(
-    optimizer: Optimizer, named: Named, saved: Sequence[Sequence[Mapping[str, Any]]]
+    optimizer: Optimizer, here: Groups, saved: Sequence[Sequence[Mapping[str, Any]]]
 ) -> None:
     """Give each group the options of the groups that had its parameters in the checkpoint."""
-    here = groups_of(optimizer, named)
     places = origins(here, [[group["names"] for group in groups] for groups in saved])
     for group, names, of in zip(optimizer.param_groups, here, places, strict=True):
         found = [saved[rank][number]["options"] for rank, number in of]

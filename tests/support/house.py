@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "page": "util cluster schedules planfile report scaling",
     "export": "util cluster planfile",
     "interop": "util schedules planfile report",
-    "ir": "util cluster",
+    "ir": "util cluster planfile",
     "onnx_files": "",
     "frontend": "util planfile ir onnx_files",
     "eager": "planfile ir frontend",
