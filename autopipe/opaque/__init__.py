@@ -7,6 +7,6 @@ plan; and the ops that run the user's own code: in a trace, in a dry run, on a r
 Never found here: how to export a model (`tracing`), where it is cut.
 
 Other rooms use: `search.with_regions`, `measure.measured`, `regions.as_ops`, `.registered`,
-`.with_region_names`, `trees.parts_of`, `custom_functions.as_ops`, `branches.as_ops`,
-`packed.as_ops`, `scripted.plain`.
+`.with_region_names`, `custom_functions.as_ops`, `branches.as_ops`, `packed.as_ops`,
+`scripted.plain`. Calls themselves are data of `opaque.calls`.
 """

@@ -27,9 +27,9 @@ from autopipe.frontend import user_lines
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_patches import replacing
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake, no_modes, tree_map, version
-from autopipe.opaque.sites import state_of
-from autopipe.opaque.states import first_names
-from autopipe.opaque.trees import NotPlain, distinct_tensors, parts_of, whole_of
+from autopipe.opaque.calls.sites import state_of
+from autopipe.opaque.calls.states import first_names
+from autopipe.opaque.calls.trees import NotPlain, distinct_tensors, parts_of, whole_of
 from autopipe.rewriting.gpu_autocast import autocast_as_now, autocast_inside
 
 _library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]

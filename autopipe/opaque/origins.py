@@ -31,8 +31,8 @@ from autopipe.frontend import user_lines
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_patches import watching_attributes
 from autopipe.ir.torch_private import no_function_modes, version
-from autopipe.opaque.sites import Site, Wider
-from autopipe.opaque.states import attributes_in, changes
+from autopipe.opaque.calls.attributes import BeforeCall
+from autopipe.opaque.calls.sites import Site, Wider
 from autopipe.planfile.regions import LOSS
 
 
@@ -182,18 +182,13 @@ class SetForOthers:
     @contextmanager
     def within(self, site: Site, sets: set[str]) -> Iterator[None]:
         """Within, a site's call runs; the names of attributes that it changes go to `sets`."""
-        before, self._site = attributes_in(self._model, site.module), site
+        before, self._site = BeforeCall(self._model, site.module), site
         try:
             yield
-            now = attributes_in(self._model, site.module)
-            sets.update(changes(before, now))
-            for name in sets:
-                path, _, leaf = name.rpartition(".")
-                if (
-                    not isinstance(now[name][0], Tensor)
-                    and now[name][0] is not before.get(name, (0,))[0]
-                ):
-                    self._changed[id(self._model.get_submodule(path)), leaf] = site
+            for change in before.changes():
+                sets.add(change.name)
+                if change.replaced and not isinstance(change.value, Tensor):
+                    self._changed[id(change.module), change.leaf] = site
         finally:
             self._site = None
 

@@ -29,20 +29,22 @@ from autopipe.ir import opaque_ops
 from autopipe.ir.graph import REGION_OP, Graph, Node
 from autopipe.ir.torch_patches import one_process, own_of, replacing
 from autopipe.ir.torch_private import is_fake, no_saved_tensors_hooks, version
-from autopipe.opaque.custom_functions import as_written
-from autopipe.opaque.results import (
-    as_measured,
-    at_rows,
-    check_sets,
-    check_writes,
-    strides_in,
-    write_back,
+from autopipe.opaque.calls.attributes import BeforeCall, differ, put
+from autopipe.opaque.calls.sites import LossCall, SiteCall, call, site_of, standing_in, state_of
+from autopipe.opaque.calls.sparse import owned, to_device
+from autopipe.opaque.calls.states import Homes
+from autopipe.opaque.calls.trees import (
+    distinct_tensors,
+    from_text,
+    parts_of,
+    returned,
+    to_text,
+    whole_of,
 )
-from autopipe.opaque.sites import LossCall, SiteCall, call, site_of, standing_in, state_of
-from autopipe.opaque.sparse import owned, to_device
-from autopipe.opaque.states import Homes, attributes_in, differ, put
-from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, returned, to_text, whole_of
-from autopipe.planfile.regions import LOSS, Region, Result
+from autopipe.opaque.custom_functions import as_written
+from autopipe.opaque.results import as_measured, at_rows, check_sets, check_writes, write_back
+from autopipe.opaque.shaped import shaped
+from autopipe.planfile.regions import LOSS, Region
 from autopipe.rewriting.flex_attention import written_out
 
 _library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -175,7 +177,7 @@ def _run(
     running = _running[key]
     if any(map(is_fake, (*tensors, *written))):
         carrying = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        results = list(_Shaped.apply(running.region.results, rows, *tensors, *written))  # type: ignore[no-untyped-call]
+        results = shaped(running.region.results, rows, (*tensors, *written))
         if carrying:
             kept = [tensors[number] for number in running.region.keeps]
             opaque_ops.keep(kept, saved, results)
@@ -186,36 +188,6 @@ def _run(
 
 
 _library.impl("region", _run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
-
-
-class _Shaped(torch.autograd.Function):
-    """Results without values, through which gradients without values flow."""
-
-    @staticmethod
-    def forward(ctx: Any, results: Sequence[Result], rows: Any, *tensors: Tensor) -> Any:
-        outputs = tuple(_empty(result, rows, tensors) for result in results)
-        ctx.like = tensors
-        ctx.mark_non_differentiable(
-            *(
-                tensor
-                for tensor, result in zip(outputs, results, strict=True)
-                if not result.gradient
-            )
-        )
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        operands = zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *(torch.empty_like(t) if needed else None for t, needed in operands)
-
-
-def _empty(result: Result, rows: Any, tensors: Sequence[Tensor]) -> Tensor:
-    sizes = [at_rows(size, rows) for size in result.shape]
-    like = next(tensor for tensor in tensors if is_fake(tensor))  # no read may take it for values
-    strides = strides_in(result.order, sizes)  # no view: later code may write in it
-    how = {"dtype": getattr(torch, result.dtype), "device": tensors[0].device}
-    return like.new_empty_strided(sizes, strides, **how)
 
 
 def _cond(*args: Any, **kwargs: Any) -> Any:
@@ -250,18 +222,14 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     inner = dict(model.get_submodule(region.module).named_modules(prefix=region.module))
     _set(inner, copied.latest)  # a backward may have come back to those of an earlier micro-batch
     put(model, region.finds)
-    before = {path: {**vars(module)} for path, module in inner.items()}
-    attributes = attributes_in(model, region.module)
+    before = BeforeCall(model, region.module)
     with _as_in_eager(region, tensors), without_cache(model.get_submodule(region.module)):
         result = _code(running, model, tensors)(*args, **kwargs)
-    check_sets(region, model, attributes, (args, dict(kwargs)), running.loss)
+    check_sets(region, model, before, (args, dict(kwargs)), running.loss)
     check_writes(region, taken, [state_of(model, name) for name in region.states])
     for name, buffer, lent_buffer in zip(region.written, written, versions, strict=True):
         write_back(buffer, state_of(model, name), *lent_buffer)
-    set_here = {
-        path: {n: v for n, v in vars(module).items() if before[path].get(n, before) is not v}
-        for path, module in inner.items()
-    }
+    set_here = before.set_since()
     copied.latest = {
         path: copied.latest.get(path, {}) | values for path, values in set_here.items()
     }

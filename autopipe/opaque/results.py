@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from autopipe.errors import ModelError
 from autopipe.ir.graph import BATCH
 from autopipe.ir.torch_private import is_fake, storage_key, version
-from autopipe.opaque.sites import Site, Wider, site_of
-from autopipe.opaque.sparse import owned
-from autopipe.opaque.states import Attributes, attributes_in, changes, read_by_others
-from autopipe.opaque.trees import NotPlain, distinct_tensors, parts_of, to_text
+from autopipe.opaque.calls.attributes import BeforeCall, read_by_others
+from autopipe.opaque.calls.sites import Site, Wider, site_of
+from autopipe.opaque.calls.sparse import owned
+from autopipe.opaque.calls.trees import NotPlain, distinct_tensors, parts_of, to_text
 from autopipe.planfile.regions import Region, Result
 from autopipe.util import dims
 from autopipe.util.dtypes import name_of
@@ -165,13 +165,13 @@ def write_back(buffer: Tensor, now: Tensor, lent: Tensor, before: int) -> None:
 
 
 def check_sets(
-    region: Region, model: nn.Module, before: Attributes, given: object, loss: object
+    region: Region, model: nn.Module, before: BeforeCall, given: object, loss: object
 ) -> None:
     """Refuse a call that has set for other code what no trace knows of.
 
     Args:
         model: the model whose code has run.
-        before: its attributes before the call.
+        before: the attributes of the region's modules before the call.
         given: the call's arguments after it, and its arguments by name.
         loss: the loss of the model, or None.
 
@@ -179,7 +179,7 @@ def check_sets(
         ModelError: names the attribute, or says that a list or a dict that was given has changed.
     """
     what, site = "", site_of(region)
-    for name in changes(before, attributes_in(model, region.module)):
+    for name in (change.name for change in before.changes()):
         if name not in (*region.sets, *region.left) and read_by_others(model, site, name, loss):
             what = f"sets {name!r}"
     try:

@@ -21,9 +21,9 @@ from torch import nn
 
 from autopipe.errors import CaptureError, SizesByValues, Uncaptured
 from autopipe.ir.torch_private import module_backward_hooks
-from autopipe.opaque import outlined
+from autopipe.opaque.calls import outlined
+from autopipe.opaque.calls.sites import LossCall, Site, Wider, outermost, site_of, with_siblings
 from autopipe.opaque.scripted import Scripted
-from autopipe.opaque.sites import LossCall, Site, Wider, outermost, site_of, with_siblings
 from autopipe.planfile.regions import COMPILED, LOSS, WHOLE, Region
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ derivatives of its own, so two runs of one model agree to rounding alone."""
 
 
 NOTHING = '{"dict": {}}'
-"""No attributes, as `opaque.trees.to_text` writes them."""
+"""No attributes, as `opaque.calls.trees.to_text` writes them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Region:
         method: the name of the method; `WHOLE`: the module is called; `LOSS`: the loss is.
         call: which call in one forward, from 0 on.
         why: what cannot be captured in there, with the user's line.
-        given, gives: its arguments and what it returns, as `opaque.trees.to_text` writes them.
+        given, gives: its arguments and what it returns, as text (`opaque.calls.trees`).
         states: the parameters, buffers and constants that it reads, by their names in the model.
         written: the buffers that it writes.
         results: the tensors that it returns.
@@ -64,8 +64,7 @@ class Region:
         left: the attributes, by their names in the model, in which it leaves tensors that are read
             after it; `gives` and `results` have them too.
         finds: the plain values that forward has put into attributes of its modules before it, by
-            their names in the model, as `opaque.trees.to_text` writes them: `part.mode = "tanh"`,
-            `part.eval()`.
+            their names in the model, as such text: `part.mode = "tanh"`, `part.eval()`.
         carrying: the positions, among the tensors it is given, of those by which a gradient may be
             taken (also tensors of the batch, after `x.requires_grad_()`).
         grad: whether gradients are recorded where it is called; not under `torch.no_grad()`.

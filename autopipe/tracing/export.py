@@ -41,8 +41,8 @@ from autopipe.ir.torch_patches import (
 )
 from autopipe.ir.torch_private import expression, quiet
 from autopipe.opaque import branches, packed, scripted
+from autopipe.opaque.calls.sites import with_loss
 from autopipe.opaque.regions import Running, as_ops
-from autopipe.opaque.sites import with_loss
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import LOSS
 from autopipe.rewriting import flex_attention

@@ -23,8 +23,8 @@ from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
 from autopipe.ir.torch_private import version
 from autopipe.opaque import branches
+from autopipe.opaque.calls.sites import Site, Wider, with_loss
 from autopipe.opaque.measure import Fails, Runs, measured
-from autopipe.opaque.sites import Site, Wider, with_loss
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
 from autopipe.tracing.export import Program

@@ -28,7 +28,7 @@ from autopipe.eager.frozen import frozen
 from autopipe.ir.blocks import Visit
 from autopipe.ir.graph import Node, Ref, State, Value
 from autopipe.ir.torch_private import expression, storage_key
-from autopipe.opaque.trees import distinct_tensors, parts_of, whole_of
+from autopipe.opaque.calls.trees import distinct_tensors, parts_of, whole_of
 from autopipe.rewriting.second_writes import like, moved
 from autopipe.tracing.module_makes import modes
 

@@ -23,9 +23,9 @@ from autopipe.frontend import refusals
 from autopipe.frontend.loss import Loss, check_arguments
 from autopipe.ir import check
 from autopipe.ir.graph import SEQUENCE, Graph
+from autopipe.opaque.calls.trees import NotPlain
 from autopipe.opaque.regions import registered, with_region_names
 from autopipe.opaque.search import with_regions
-from autopipe.opaque.trees import NotPlain
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import Region
 from autopipe.rewriting.second_writes import with_own_results, with_second_writes

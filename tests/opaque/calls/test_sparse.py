@@ -8,8 +8,8 @@ import autopipe
 from autopipe.errors import ModelError
 from autopipe.ir.graph import REGION_OP
 from autopipe.ir.tensors import bytes_of
-from autopipe.opaque import sparse
-from autopipe.opaque.trees import Own, from_text, parts_of, to_text, whole_of
+from autopipe.opaque.calls import sparse
+from autopipe.opaque.calls.trees import Own, from_text, parts_of, to_text, whole_of
 from tests.support.inprocess import machine
 from tests.support.odd_models import Net, built, inputs, planned, square, traced, unlike
 from tests.support.staged import trace_model

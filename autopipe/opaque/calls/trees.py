@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from autopipe.errors import PlanError
 from autopipe.ir.tensors import tensors_in
-from autopipe.opaque.sites import state_of
-from autopipe.opaque.sparse import is_sparse
+from autopipe.opaque.calls.sites import state_of
+from autopipe.opaque.calls.sparse import is_sparse
 from autopipe.util.dtypes import bytes_of, name_of
 
 _GOES = "goes into a module or comes out of it"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from autopipe.frontend.loss import Loss, counted_by_tensor
 from autopipe.ir.torch_private import hooks_put_aside
-from autopipe.opaque import outlined
+from autopipe.opaque.calls import outlined
 from autopipe.planfile.regions import LOSS, WHOLE, Region
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import CaptureError
-from autopipe.opaque import outlined
+from autopipe.opaque.calls import outlined
 from tests.support.odd_models import Net, built, inputs, refusal, square, unlike
 from tests.support.staged import trace_model
 

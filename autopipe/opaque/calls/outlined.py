@@ -25,7 +25,7 @@ from types import CodeType, FunctionType
 
 from autopipe.errors import CaptureError
 from autopipe.frontend.user_lines import codes_in
-from autopipe.opaque.statements import (
+from autopipe.opaque.calls.statements import (
     Excerpt,
     can_be_taken_from,
     excerpt_at,
