@@ -7,7 +7,6 @@ Never found here: making a graph (`tracing`), plans, processes.
 
 Other rooms use: `model_file.load`, `batch.flatten`, `.describe`, `.rows_of`, `.slice_rows`,
 `loss.Loss`, `.outputs_to_loss`, `.check_trained`, `measured_optimizer.stepped_apart`,
-`.named_apart`, `.optimizer_factor`, `construct.build_fake`, `least_rows.least_rows`, `.or_two`,
-`user_lines.here`, `.of_error`, `quiet.libraries_hushed`, `transformers_adapter.initialiser`,
-`.narrowed`.
+`.named_apart`, `.optimizer_factor`, `construct.build_fake`, `user_lines.here`, `.of_error`,
+`quiet.libraries_hushed`, `transformers_adapter.initialiser`, `.narrowed`.
 """

@@ -16,16 +16,12 @@ lengths = (128, 256, 512)                          tokens of a row: those of inp
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +30,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.errors import ModelError
 from autopipe.frontend import hf_folder, user_lines
-from autopipe.frontend.construct import off_gpus
 from autopipe.frontend.optimizer import (
     CUSTOM,
     Named,
@@ -43,12 +38,10 @@ from autopipe.frontend.optimizer import (
     takes_names,
     without_names,
 )
-from autopipe.onnx_files import source as onnx_source
+from autopipe.frontend.user_module import OF_FILES as OF_FILES
+from autopipe.frontend.user_module import UserModule, imported
 from autopipe.planfile.contents import LOSS_OVER, ROWS, Plan
 from autopipe.util import seeding
-
-OF_FILES = "autopipe_model_"
-"""What a model file's name among the loaded modules begins with, before its own."""
 
 
 @dataclass(frozen=True)
@@ -189,63 +182,46 @@ def load(source: str) -> ModelFile:
     seeding.begin_beside_torch(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a loss's frozen part is the same on every rank
-        module, factory = _module(source)
+        found, factory = imported(source)
         drawn = seeding.places()
-    for required, does in ((factory, "builds the model"), ("inputs", "gives an example batch")):
-        if not callable(getattr(module, required, None)):
-            arguments = "batch_size" if required == "inputs" else ""
-            raise ModelError(
-                f"{source} has no function {required}({arguments}), which {does}",
-                hint=f"def {required}({arguments}): ...",
-            )
-    size = getattr(module, "batch_size", None)
-    if size is not None and (not isinstance(size, int) or size < 1):
-        raise ModelError(f"{source}: batch_size is {size!r}, expected a number of rows")
-    over = getattr(module, "loss_over", ROWS)
-    if over not in LOSS_OVER:
-        raise ModelError(f"{source}: loss_over is {over!r}, expected one of {', '.join(LOSS_OVER)}")
-    lengths = getattr(module, "lengths", ())
-    if not isinstance(lengths, tuple | list) or not all(isinstance(n, int) for n in lengths):
-        raise ModelError(f"{source}: lengths is {lengths!r}, expected numbers of tokens")
-
-    def function(name: str, gives: str | None = None) -> Any:
-        found = getattr(module, name, None)
-        return _guarded(found, f"{source}: {name}", gives) if callable(found) else None
-
-    batches, length = getattr(module, "batches", None), None
+    names = UserModule(found, source)
+    build = names.required(factory, "", "builds the model", gives="nn.Module")
+    inputs = names.required("inputs", "batch_size", "gives an example batch")
+    batches, length = names.any("batches"), None
     called = batches is None or callable(batches)
     if not called:
         batches, length = _listed(batches, source)
-    optimizer = function("optimizer", "torch.optim.Optimizer")
-    named = takes_names(getattr(module, "optimizer", None))
+    optimizer = names.function("optimizer", "torch.optim.Optimizer")
+    named = takes_names(names.any("optimizer"))
+    of_hf = source.startswith(hf_folder.SCHEME)
     return ModelFile(
         source=source,
-        model=seeding.alike(function(factory, "nn.Module"), drawn),
-        inputs=function("inputs"),
-        loss=getattr(module, "loss", None),
+        model=seeding.alike(build, drawn),
+        inputs=inputs,
+        loss=names.any("loss"),
         batches=batches,
         optimizer=without_names(optimizer) if named else optimizer,
-        scheduler=function("scheduler", "torch.optim.lr_scheduler.LRScheduler"),
-        batch_size=size,
-        loss_over=over,
+        scheduler=names.function("scheduler", "torch.optim.lr_scheduler.LRScheduler"),
+        batch_size=names.setting("batch_size", None, _is_batch_size, "a number of rows"),
+        loss_over=names.setting(
+            "loss_over", ROWS, LOSS_OVER.__contains__, f"one of {', '.join(LOSS_OVER)}"
+        ),
         called=called,
         length=length,
         by_name=optimizer if named else None,
-        weights=getattr(module, "weights", None) if source.startswith(hf_folder.SCHEME) else None,
-        max_grad_norm=max_grad_norm(module, source),
-        lengths=tuple(lengths),
-        loaded=getattr(module, "loaded", None) if source.startswith(hf_folder.SCHEME) else None,
+        weights=names.any("weights") if of_hf else None,
+        max_grad_norm=max_grad_norm(found, source),
+        lengths=tuple(names.setting("lengths", (), _are_lengths, "numbers of tokens")),
+        loaded=names.any("loaded") if of_hf else None,
     )
 
 
-def _module(source: str) -> tuple[Any, str]:
-    """The module with a source's functions, and the name of the one that builds the model."""
-    if source.startswith(hf_folder.SCHEME):
-        return hf_folder.as_module(source), "model"
-    if source.endswith(".onnx"):
-        return onnx_source.as_module(source), "model"
-    name, colon, factory = source.partition(":")
-    return _by_name(name) if colon else _by_path(Path(source)), factory or "model"
+def _is_batch_size(found: Any) -> bool:
+    return found is None or (isinstance(found, int) and found >= 1)
+
+
+def _are_lengths(found: Any) -> bool:
+    return isinstance(found, tuple | list) and all(isinstance(n, int) for n in found)
 
 
 def _listed(given: Any, source: str) -> tuple[Callable[..., Iterable[Any]], int | None]:
@@ -272,79 +248,3 @@ def _listed(given: Any, source: str) -> tuple[Callable[..., Iterable[Any]], int 
 
 
 _END = object()
-_RESULTS = {
-    "nn.Module": nn.Module,
-    "torch.optim.Optimizer": torch.optim.Optimizer,
-    "torch.optim.lr_scheduler.LRScheduler": LRScheduler,
-}
-
-
-def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) -> Any:
-    """Wrap a user's function: check its result, name the line of its errors, build on the CPU."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with (
-            user_lines.as_model_errors(what),
-            off_gpus() if gives in (None, "nn.Module") else nullcontext(),
-        ):
-            result = function(*args, **kwargs)
-        if gives is not None and not isinstance(result, _RESULTS[gives]):
-            raise ModelError(
-                f"{what}() returned {result!r}, expected {gives}",
-                hint="does it end without a `return`?"
-                if result is None
-                else f"def {what.rpartition(' ')[2]}(...): return an object of it",
-            )
-        return result
-
-    call.__module__ = function.__module__
-    return call
-
-
-def _by_path(path: Path) -> ModuleType:
-    if not path.is_file():
-        hint = hf_folder.hint_for(path) or "autopipe plan model.py"
-        what = ", it is a folder" if path.is_dir() else ""
-        raise ModelError(f"there is no model file {str(path)!r}{what}", hint=hint)
-    if path.suffix != ".py":
-        raise ModelError(f"{path} is no Python file", hint="autopipe plan model.py")
-    name = f"{OF_FILES}{path.stem}"
-    loader = _FromText(name, str(path.absolute()))
-    spec = importlib.util.spec_from_file_location(name, loader.path, loader=loader)
-    assert spec is not None, "it has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up by name
-    sys.path.insert(0, str(path.parent.resolve()))  # as `python model.py` does
-    user_lines.run_module(lambda: loader.exec_module(module), str(path))
-    return module
-
-
-class _FromText(SourceFileLoader):
-    """Loads a file from its text: byte code from before an edit in the same second looks new."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
-
-
-def _by_name(name: str) -> ModuleType:
-    if name.endswith(".py"):
-        raise ModelError(
-            f"{name!r} is a file, and what stands before a colon is a module",
-            hint=f"autopipe plan {name}, where the function is called model(); "
-            f"or {name.removesuffix('.py').replace('/', '.')}:FUNCTION",
-        )
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        module: ModuleType = user_lines.run_module(lambda: importlib.import_module(name), name)
-    except ModelError as error:
-        missing = getattr(error.__cause__, "name", None)
-        if isinstance(error.__cause__, ModuleNotFoundError) and f"{name}.".startswith(
-            f"{missing}."
-        ):
-            raise ModelError(
-                f"there is no module {missing!r}, asked for the model in {name!r}",
-                hint=f"modules are looked for in {Path.cwd()} and where packages are installed",
-            ) from error
-        raise
-    return module

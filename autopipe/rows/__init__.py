@@ -7,7 +7,7 @@ Never found here: the model's weights, stages, plans.
 
 Other rooms use: `loss_grouping.check`, `row_mixing.remark`, `moved_states.remark`,
 `own_backwards.remark`, `one_row.same_with_one_row`, `loss_tail.tail`, `row_dims.groups`,
-`.rows_dim`.
+`.rows_dim`, `least_rows.least_rows`, `.or_two`, `.check_rows`.
 
     row_dims       in which dim of a value rows lie, and in which order
     row_runs       a part of a graph run on 4 rows, and on 2 and 2
@@ -16,5 +16,6 @@ Other rooms use: `loss_grouping.check`, `row_mixing.remark`, `moved_states.remar
     row_mixing     what makes a row depend on others before the loss
     moved_states   what each micro-batch moves, and the next one reads
     own_backwards  gradients that are no shares of the whole batch's
+    least_rows     the fewest rows for which a graph is right
     one_row        a model that asks for a single row computes the same of one
 """

@@ -19,7 +19,6 @@ from torch import nn
 
 from autopipe.errors import RowsFixed
 from autopipe.frontend import batch
-from autopipe.frontend.least_rows import least_rows, or_two
 from autopipe.frontend.loss import check_trained
 from autopipe.frontend.row_length import at_length
 from autopipe.ir.blocks import find_blocks
@@ -31,6 +30,7 @@ from autopipe.planners.driver import against_eager, against_whole, arguments
 from autopipe.planners.driver.arguments import examples, second
 from autopipe.planners.driver.request import PlanRequest, Traced
 from autopipe.rows import loss_grouping, moved_states, own_backwards, row_mixing
+from autopipe.rows.least_rows import least_rows, or_two
 from autopipe.rows.one_row import same_with_one_row
 from autopipe.stages.loss_cut import cut_loss
 from autopipe.tracing.source import trace_source

@@ -19,7 +19,6 @@ from autopipe.cluster.spec import LocalSpec
 from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, PlanError
 from autopipe.frontend import measured_optimizer as measured
-from autopipe.frontend.least_rows import ONE, Least
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.optimizer import ByName, MakeOptimizer, optimizer_named
 from autopipe.ir.blocks import Block, classes, find_blocks
@@ -31,6 +30,7 @@ from autopipe.planners.driver.arguments import AUTO, OFF, on_gpus
 from autopipe.planners.model.problem import Constraints
 from autopipe.planners.search.configs import one_of
 from autopipe.rewriting.fused_attention import fused
+from autopipe.rows.least_rows import ONE, Least
 from autopipe.stages.dry_run import Known
 from autopipe.stages.recompute import blocks_meant, words_of_option
 from autopipe.stages.whole_loss import WholeLoss

@@ -9,7 +9,6 @@ from dataclasses import replace
 from autopipe.cluster.cluster import Link
 from autopipe.cluster.collective_time import Topology
 from autopipe.errors import AutopipeError, InfeasibleError
-from autopipe.frontend.least_rows import least_rows, or_two
 from autopipe.frontend.measured_optimizer import optimizer_factor
 from autopipe.frontend.model_file import ModelFile
 from autopipe.frontend.optimizer import CUSTOM
@@ -23,6 +22,7 @@ from autopipe.planners.driver.refine import plan_that_fits
 from autopipe.planners.formulas.lengths import TracedAgain
 from autopipe.planners.model.estimate import PipelineDegrees
 from autopipe.planners.model.problem import Constraints, Problem
+from autopipe.rows.least_rows import least_rows, or_two
 from autopipe.tracing import user_checkpoints
 from autopipe.util.progress import Say, phase
 from autopipe.util.stopwatch import Stopwatch

@@ -16,7 +16,7 @@ from typing import Any
 
 from autopipe.frontend import batch as batches
 from autopipe.frontend import row_length
-from autopipe.frontend.least_rows import ONE, check_rows, least_rows, or_two
+from autopipe.rows.least_rows import ONE, check_rows, least_rows, or_two
 from autopipe.runtime.step.executor import Executor
 from autopipe.runtime.step.microbatches import LabelWeights
 from autopipe.runtime.step.prepare import Rank, evaluation, training

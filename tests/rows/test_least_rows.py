@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from autopipe.errors import ModelError
-from autopipe.frontend.least_rows import Least, check_rows, least_rows
 from autopipe.ir.graph import Graph
 from autopipe.planners.driver.request import micro_batch_rows
 from autopipe.planners.model.problem import Constraints
+from autopipe.rows.least_rows import Least, check_rows, least_rows
 from tests.support.staged import trace_model
 
 
