@@ -12,5 +12,6 @@ Other rooms use: `loss_in_parts.in_parts`, `.usual_parts`, `logits.heads`, `fuse
 `label_counts.label_counts`, `.LabelCounts`, `.leaving_out`, `for_gpus.for_gpus`,
 `gpu_kernels.kernel_of`, `gpu_autocast.autocast`, `.autocast_of_model`, `.autocast_inside`,
 `.autocast_as_now`, `.of_absent_gpus`, `projections.sets_norms`, `flex_attention.written_out`,
-`second_writes.CheckpointCall`, `.like`, `.moved`, `.with_own_results`, `.with_second_writes`.
+`checkpoint_calls.CheckpointCall`, `.like`, `.moved`, `second_writes.with_own_results`,
+`.with_second_writes`.
 """

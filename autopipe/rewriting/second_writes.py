@@ -16,66 +16,12 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Literal, cast
 
 from autopipe.errors import CaptureError
 from autopipe.ir.dataflow import Dataflow, analyse, gradient_values, written_by
 from autopipe.ir.graph import REGION_OP, Graph, Node, Ref, State, Value, swap, values_in
 from autopipe.planfile.node_names import NodeName
-
-Until = Literal["last saved", "end", "end if saved", "otherwise"]
-"""Up to where backward runs a function again: the last op that saves something; its end, with
-`use_reentrant=True`; its end, if backward reads what one of its ops saves, with
-`early_stop=False`. "otherwise": `context_fn` may change or leave out what runs."""
-
-
-@dataclass(frozen=True)
-class CheckpointCall:
-    """A call of a checkpoint, as `Node.again` has it until `with_second_writes` is done.
-
-    Attributes:
-        line: the user's; of a checkpoint within another one, the outer one's.
-        number: tells calls of one line apart; that of the outer one.
-        nested: whether the node is in a checkpoint within.
-    """
-
-    line: str
-    number: str
-    until: Until
-    nested: bool = False
-
-    def __str__(self) -> str:
-        return "\t".join((self.line, self.number, self.until, "nested" * self.nested))
-
-    @classmethod
-    def of(cls, text: str) -> CheckpointCall:
-        """The call that a node's text tells of."""
-        line, number, until, nested = text.split("\t")
-        return cls(line, number, cast(Until, until), bool(nested))
-
-
-def like(one: str, other: str) -> bool:
-    """Whether the calls of two texts ("": none) differ at most in their numbers."""
-    if not (one and other):
-        return one == other
-    return replace(CheckpointCall.of(one), number="") == replace(
-        CheckpointCall.of(other), number=""
-    )
-
-
-def moved(text: str, around: str, path: str) -> str:
-    """The text of a node's call, of a node that is copied for another block.
-
-    Args:
-        around: the text of the call around the copy; "": none.
-        path: the call of the other block.
-    """
-    if not text:
-        return ""
-    call = CheckpointCall.of(text)
-    number = CheckpointCall.of(around).number if around else f"{call.number}@{path}"
-    return str(replace(call, number=number))
-
+from autopipe.rewriting.checkpoint_calls import CheckpointCall, nodes_of_calls
 
 SAVING = {
     "linear": (0, 1),
@@ -110,7 +56,7 @@ def with_second_writes(graph: Graph, assigned: Collection[str]) -> Graph:
     copies = [n for n in graph.nodes if n.op == "aten.copy_.default" and n.args[0] in buffers]
     runs = _Runs.of(flow)
     calls: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for run in _checkpoints(graph.nodes, copies):
+    for run in nodes_of_calls(graph.nodes, copies):
         if not runs.trained.isdisjoint(run):  # else no gradient comes back: nothing runs again
             _check_assigned(flow, run, copies)
             for position in runs.written_again(run):
@@ -219,7 +165,7 @@ def with_own_results(graph: Graph) -> Graph:
         return graph
     flow, copies = analyse(graph), dict[int, list[Node]]()
     ordinals = Counter((node.scopes[-1:], node.short) for node in graph.nodes)
-    for run in _checkpoints(graph.nodes, ()):
+    for run in nodes_of_calls(graph.nodes, ()):
         for result in _written_after(flow, run):
             copies.setdefault(run.stop, []).append(_copy(flow, result, ordinals))
     if not copies:
@@ -274,22 +220,6 @@ def _once_more(
         ordinals[kind] += 1
         yield replace(node.reading(values), name=name, grad=False)
         values |= {Ref(node.name, n): Ref(name, n) for n in range(len(node.outputs))}
-
-
-def _checkpoints(nodes: Sequence[Node], copies: Container[Node]) -> Iterator[range]:
-    """The positions of each checkpoint's nodes, those of checkpoints within it among them.
-
-    `copies` are copies of assigned buffers, which stand beside their sources.
-    """
-    first, around = 0, ""
-    for position, node in enumerate(nodes):
-        call = node.again and str(replace(CheckpointCall.of(node.again), nested=False))
-        if call != around and node not in copies:
-            if around:
-                yield range(first, position)
-            first, around = position, call
-    if around:
-        yield range(first, len(nodes))
 
 
 def _trained(graph: Graph, tracked: Collection[int]) -> set[int]:

@@ -29,7 +29,7 @@ from autopipe.ir.blocks import Visit
 from autopipe.ir.graph import Node, Ref, State, Value
 from autopipe.ir.torch_private import expression, storage_key
 from autopipe.opaque.calls.trees import distinct_tensors, parts_of, whole_of
-from autopipe.rewriting.second_writes import like, moved
+from autopipe.rewriting.checkpoint_calls import like, moved
 from autopipe.tracing.module_makes import modes
 
 BEGIN = "autopipe.begin.default"

@@ -34,7 +34,7 @@ from autopipe.ir.dataflow import Dataflow, obstacle
 from autopipe.ir.torch_patches import seeing_grad_modes, seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import no_function_modes, second_run_of
 from autopipe.opaque.custom_functions import asked_reentrant
-from autopipe.rewriting.second_writes import CheckpointCall, Until
+from autopipe.rewriting.checkpoint_calls import CheckpointCall, Until
 
 MARK = "autopipe.checkpoint.default"
 
