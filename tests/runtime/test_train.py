@@ -1,87 +1,21 @@
-"""The loop of `autopipe run`, in one process: how long it goes on, what it says and measures."""
+"""The loop of `autopipe run`, in one process: how long it goes on, and by which optimizer."""
 
 import json
-import math
 import re
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import autopipe
-from autopipe import ModelError, Pipe
+from autopipe import ModelError
 from autopipe.errors import CheckpointError
-from autopipe.frontend import model_file
-from autopipe.frontend.model_file import ModelFile
-from autopipe.planfile.contents import Plan
-from autopipe.planfile.parts import StagePrediction
 from autopipe.runtime.keeping import Keeping
 from autopipe.runtime.telemetry.destinations import Destinations
-from autopipe.runtime.train import WARM_UP, Measured, train
-from tests.support.inprocess import machine
-from tests.support.pipes import traced_once
-
-MODEL = """\
-import torch
-from torch import nn
-
-
-def model():
-    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
-
-
-def inputs(batch_size):
-    return {"input": torch.randn(batch_size, 6), "target": torch.zeros(batch_size, 1)}
-
-
-def loss(outputs, batch):
-    return ((outputs - batch["target"]) ** 2).mean()
-"""
-
-Load = Callable[..., tuple[Pipe, ModelFile]]
-
-
-@pytest.fixture
-def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, Plan]) -> Load:
-    """A pipe of one stage for a model file with more functions, in batches of 8 rows."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-
-    def make(more: str = "", **asked: Any) -> tuple[Pipe, ModelFile]:
-        (tmp_path / "net.py").write_text(MODEL + more)
-        file = model_file.load(str(tmp_path / "net.py"))
-        with traced_once("a net that is trained"):
-            if str(asked) not in made:
-                made[str(asked)] = autopipe.plan(
-                    file.model, file.inputs, loss=file.loss, cluster=machine(1), batch_size=8,
-                    micro_batches=2, **asked,
-                )  # fmt: skip
-            return autopipe.parallelize(file.model, made[str(asked)], loss=file.loss), file
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def made() -> dict[str, Plan]:
-    """The plans that were made, by what was asked: what more the file says is not planned."""
-    return {}
-
-
-def run(pipe: Pipe, file: ModelFile, steps: int | None) -> tuple[Measured, list[str]]:
-    said: list[str] = []
-    return train(pipe, file, steps, said.append), said
-
-
-FINITE = """
-def batches(batch_size):
-    for step in range({steps}):
-        yield inputs(batch_size)
-"""
-
+from autopipe.runtime.train import Measured, train
+from tests.support.trained import FINITE, Load, run
 
 # --- how long
 
@@ -346,107 +280,6 @@ def test_an_optimizer_that_the_plan_names(name: str, load: Load) -> None:
     pipe, file = load("", optimizer=name)
     made = file.make_optimizer(pipe.named_parameters(), pipe.plan.optimizer)
     assert type(made).__name__.lower() == name
-
-
-# --- what it measured
-
-
-@pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_run_of_few_steps_is_measured_too(load: Load, steps: int) -> None:
-    """Activations of a run of one step once were 0: bytes were counted in the second step alone."""
-    pipe, file = load("")
-    measured, _ = run(pipe, file, steps)
-    (stage,) = measured.stages
-    planned = pipe.plan.stages[0].predicted.memory
-    # A run does not see what passes: a gradient on its way into its sum.
-    assert stage.memory.peak == pytest.approx(planned.peak - planned.passing, rel=0.05)
-    assert stage.memory.activations == planned.activations > 0
-    assert stage.forward_seconds > 0 and stage.backward_seconds > 0
-    assert measured.step_seconds > 2 * (stage.forward_seconds + stage.backward_seconds) * 0.5
-    assert isinstance(stage, StagePrediction)
-
-
-def test_bytes_of_fp16_are_those_of_a_step_without_an_overflow(load: Load) -> None:
-    """Bug: they were counted in the first two steps alone. Where both overflowed the run said that
-    it had no gradients, and no optimizer state."""
-    pipe, file = load("", precision="fp16")
-    assert pipe.loss_scale is not None
-    pipe.loss_scale.scale = 2.0**24
-    measured, _ = run(pipe, file, 20)
-    overflows = 24 - math.log2(pipe.loss_scale.scale)
-    assert WARM_UP <= overflows < 19
-    (stage,), planned = measured.stages, pipe.plan.stages[0].predicted.memory
-    counters = 4 * len([*pipe.parameters()])  # AdamW's, of its steps
-    assert stage.memory.gradients == planned.gradients > 0
-    assert stage.memory.optimizer == planned.optimizer + counters
-
-
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
-def test_two_stages_on_one_rank_are_measured_apart(schedule: str, load: Load) -> None:
-    pipe, file = load("", schedule=schedule)
-    measured, _ = run(pipe, file, 3)
-    assert len(measured.stages) == len(pipe.plan.stages) == 2
-    for found, planned in zip(measured.stages, pipe.plan.stages, strict=True):
-        assert found.forward_seconds > 0 and found.backward_seconds > 0
-        memory = planned.predicted.memory
-        assert found.memory.activations == memory.activations
-        assert (found.memory.parameters, found.memory.gradients) == (
-            memory.parameters, memory.gradients)  # fmt: skip
-
-
-def test_a_trace_of_the_last_steps(load: Load, tmp_path: Path) -> None:
-    """And with it how much of a step the rank did not compute."""
-    pipe, file = load("")
-    path = tmp_path / "run.json"
-    measured = train(pipe, file, 3, lambda line: None, path)
-    (bubble,) = measured.bubbles
-    assert 0 < bubble < 1
-    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
-    steps = [name for name in names if name.startswith("step ")]
-    assert steps == ["step 2", "step 3"]  # the first one allocates: it is left out
-    assert names.count("forward 0") == names.count("backward 1") == 2
-    assert run(pipe, file, 2)[0].bubbles == ()
-
-
-def test_metrics_of_every_second_step(load: Load, tmp_path: Path) -> None:
-    """Rates are those of the update itself: 0.1, 0.05, 0.025, 0.0125."""
-    pipe, file = load(
-        "def optimizer(parameters): return torch.optim.SGD(parameters, lr=0.1)\n"
-        "def scheduler(optimizer): return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)\n"
-    )
-    to = Destinations(file=tmp_path / "m.jsonl")
-    measured = train(pipe, file, 4, lambda line: None, log_every=2, metrics=to)
-    second, fourth = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
-    assert (second["step"], fourth["step"]) == (2, 4)
-    assert (second["loss"], fourth["loss"]) == (measured.losses[1], measured.losses[3])
-    assert (second["learning_rate"], fourth["learning_rate"]) == (0.05, 0.0125)
-    (stage,) = measured.stages
-    for line in (second, fourth):
-        assert line["peak_bytes"] == stage.memory.peak
-        assert 0 < line["bubble"] < 1
-        assert line["rows_per_second"] == pytest.approx(8 / line["seconds"])
-        assert "tokens_per_second" not in line and "loss_scale" not in line
-
-
-def test_the_loss_scale_is_among_the_metrics_of_fp16(load: Load, tmp_path: Path) -> None:
-    pipe, file = load("", precision="fp16")
-    path = tmp_path / "m.jsonl"
-    train(pipe, file, 1, lambda line: None, metrics=Destinations(file=path))
-    assert pipe.loss_scale is not None
-    assert json.loads(path.read_text())["loss_scale"] == pipe.loss_scale.scale
-
-
-# --- what it says
-
-
-def test_a_line_now_and_then_without_a_terminal(load: Load) -> None:
-    pipe, file = load("")
-    _, said = run(pipe, file, 3)
-    assert len(said) == 3
-    for step, line in enumerate(said, start=1):
-        assert re.fullmatch(
-            rf"step {step}/3  loss \d\.\d{{3,}}  [\d,]+\.\d rows/s  MFU [\d.]+ %", line
-        ), line
 
 
 def test_the_default_optimizer_is_adamw(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

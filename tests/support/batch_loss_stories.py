@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from autopipe.checking.random_ops import Drawing, RandomNodes
 from tests.support import zoo
 from tests.support.long import LONG
+from tests.support.memory_stories import measured_as_planned
 from tests.support.models import WIDTH
-from tests.support.pipe_stories import measured_as_planned
 from tests.support.pipes import ZOO, close, drawn, piped, planned, rows_of, story, together
 from tests.support.zoo import Batch, Case
 

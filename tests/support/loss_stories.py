@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.support.long import LONG, sampled
-from tests.support.pipe_stories import measured_as_planned
+from tests.support.memory_stories import measured_as_planned
 from tests.support.pipes import ZOO, close, piped, planned, story, together, whole_loss
 
 

@@ -17,8 +17,8 @@ from autopipe.runtime.step.stage import StageRun
 from autopipe.schedules.instructions import Channel
 from tests.support.inprocess import close_together
 from tests.support.long import sampled
+from tests.support.memory_stories import measured_as_planned
 from tests.support.models import LENGTH, VOCABULARY, WIDTH, Block
-from tests.support.pipe_stories import measured_as_planned
 from tests.support.pipes import ZOO, piped, planned, story, together
 from tests.support.step_stories import bits, files_run_as_planned
 from tests.support.zoo import Case, entropy, text

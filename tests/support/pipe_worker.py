@@ -17,6 +17,7 @@ from autopipe.runtime.launch.world import start, world_from
 from tests.support import batch_loss_stories as batch_loss_stories
 from tests.support import length_stories as length_stories
 from tests.support import loss_stories as loss_stories
+from tests.support import memory_stories as memory_stories
 from tests.support import part_stories as part_stories
 from tests.support import pipe_stories as pipe_stories
 from tests.support import script_stories as script_stories

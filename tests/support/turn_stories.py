@@ -12,7 +12,7 @@ import torch
 
 from autopipe import Plan
 from tests.support.long import sampled
-from tests.support.pipe_stories import measured_as_planned
+from tests.support.memory_stories import measured_as_planned
 from tests.support.pipes import (
     ZOO,
     close,
