@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,78 @@ import typer
 from autopipe.errors import AutopipeError
 from autopipe.terminal.commands import PlanArgument, app, command
 from autopipe.terminal.console import say, tell
+from autopipe.terminal.option_groups import given
 from autopipe.terminal.paths import check_folder, model_source, say_edits
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """The words of a job for a launcher (`export.words.Words`), as they are typed."""
+
+    name: Annotated[str | None, typer.Option(help="The job's name.")] = None
+    checkpoints: Annotated[
+        str | None, typer.Option(help="Folder of checkpoints: save before the end, and resume.")
+    ] = None
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps from one checkpoint to the next.")
+    ] = None
+    keep: Annotated[int | None, typer.Option(min=1, help="Checkpoints to keep.")] = None
+    time: Annotated[
+        str | None, typer.Option(help="The time limit: minutes, HH:MM:SS or D-HH:MM:SS.")
+    ] = None
+    image: Annotated[str | None, typer.Option(help="The container image.")] = None
+    interface: Annotated[
+        str | None, typer.Option(help="The network interface towards the other nodes.")
+    ] = None
+    hosts: Annotated[
+        str | None, typer.Option(help="The host name of each node, separated by commas.")
+    ] = None
+    port: Annotated[int | None, typer.Option(min=1, help="Where rank 0 listens.")] = None
+    restarts: Annotated[
+        int | None, typer.Option(min=0, help="Times to start ranks again after a failure; 3.")
+    ] = None
+    venv: Annotated[str | None, typer.Option(help="A Python environment to activate.")] = None
+    style: Annotated[
+        str | None, typer.Option(help="Slurm: a task a rank (srun), or torchrun on each node.")
+    ] = None
+    array: Annotated[
+        str | None,
+        typer.Option(help="Slurm: a run for each of these numbers, which is its seed: 0-9%2."),
+    ] = None
+    partition: Annotated[str | None, typer.Option(help="Slurm's.")] = None
+    account: Annotated[str | None, typer.Option(help="Slurm's.")] = None
+    qos: Annotated[str | None, typer.Option(help="Slurm's.")] = None
+    constraint: Annotated[str | None, typer.Option(help="Slurm's.")] = None
+    cpus: Annotated[
+        int | None, typer.Option(min=1, help="CPUs of a task of Slurm's, or of a container.")
+    ] = None
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of a node, or of its container: 64Gi.")
+    ] = None
+    namespace: Annotated[str | None, typer.Option(help="Kubernetes'.")] = None
+    claim: Annotated[
+        str | None, typer.Option(help="Kubernetes: a volume that all pods mount at --folder.")
+    ] = None
+    folder: Annotated[
+        str | None, typer.Option(help="The folder of the plan in containers; /workspace.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class OnnxOptions:
+    """What is asked of the models for onnxruntime."""
+
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="onnx: rows of every input; a micro-batch's.")
+    ] = None
+    weights: Annotated[
+        Path | None, typer.Option(help="onnx: a checkpoint to read; else the model's own.")
+    ] = None
+
+
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", help="The file to write; else stdout.")
+]
 
 
 @command("autopipe export plan.json --to slurm -o train.sbatch")
@@ -22,62 +94,10 @@ def export(
         list[str] | None,
         typer.Argument(help="options of `autopipe run` for each rank, after --"),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The file to write; else stdout.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="The job's name.")] = None,
-    checkpoints: Annotated[
-        str | None, typer.Option(help="Folder of checkpoints: save before the end, and resume.")
-    ] = None,
-    save_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps from one checkpoint to the next.")
-    ] = None,
-    keep: Annotated[int | None, typer.Option(min=1, help="Checkpoints to keep.")] = None,
-    time: Annotated[
-        str | None, typer.Option(help="The time limit: minutes, HH:MM:SS or D-HH:MM:SS.")
-    ] = None,
-    image: Annotated[str | None, typer.Option(help="The container image.")] = None,
-    interface: Annotated[
-        str | None, typer.Option(help="The network interface towards the other nodes.")
-    ] = None,
-    hosts: Annotated[
-        str | None, typer.Option(help="The host name of each node, separated by commas.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(min=1, help="Where rank 0 listens.")] = None,
-    restarts: Annotated[
-        int | None, typer.Option(min=0, help="Times to start ranks again after a failure; 3.")
-    ] = None,
-    venv: Annotated[str | None, typer.Option(help="A Python environment to activate.")] = None,
-    style: Annotated[
-        str | None, typer.Option(help="Slurm: a task a rank (srun), or torchrun on each node.")
-    ] = None,
-    array: Annotated[
-        str | None,
-        typer.Option(help="Slurm: a run for each of these numbers, which is its seed: 0-9%2."),
-    ] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm's.")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm's.")] = None,
-    qos: Annotated[str | None, typer.Option(help="Slurm's.")] = None,
-    constraint: Annotated[str | None, typer.Option(help="Slurm's.")] = None,
-    cpus: Annotated[
-        int | None, typer.Option(min=1, help="CPUs of a task of Slurm's, or of a container.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory of a node, or of its container: 64Gi.")
-    ] = None,
-    namespace: Annotated[str | None, typer.Option(help="Kubernetes'.")] = None,
-    claim: Annotated[
-        str | None, typer.Option(help="Kubernetes: a volume that all pods mount at --folder.")
-    ] = None,
-    folder: Annotated[
-        str | None, typer.Option(help="The folder of the plan in containers; /workspace.")
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(min=1, help="onnx: rows of every input; a micro-batch's.")
-    ] = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="onnx: a checkpoint to read; else the model's own.")
-    ] = None,
+    *,
+    output: Output = None,
+    job: JobOptions,
+    onnx: OnnxOptions,
 ) -> None:
     """Write what starts a plan elsewhere, or what another runtime calls it.
 
@@ -86,9 +106,6 @@ def export(
     and what they have no words for is listed. onnx writes a folder: each stage as a model for
     onnxruntime, in evaluation, and chain.json with the names that pass between them.
     """
-    if to == ONNX:
-        return _stages(plan, output, rows, weights)
-    options = {name: value for name, value in locals().items() if name not in _OWN}
     from autopipe.export.targets import LAUNCHERS
     from autopipe.interop.targets import RUNTIMES
     from autopipe.planfile.contents import Plan
@@ -99,15 +116,18 @@ def export(
             f"--to: expected one of {', '.join(known)}, found {to!r}",
             hint=f"autopipe export {plan} --to torchrun",
         )
+    if to not in LAUNCHERS:
+        _refuse(to, "launchers", given(job) | ({"run": run} if run else {}))
+    if to != ONNX:
+        _refuse(to, ONNX, given(onnx))
+    else:
+        return _stages(plan, output, onnx)
     check_folder(output)
     loaded = Plan.load(plan)
     say_edits(loaded)
     if to in LAUNCHERS:
-        text, program = _launched(loaded, to, plan, options, run or []), LAUNCHERS[to].program
+        text, program = _launched(loaded, to, plan, given(job), run or []), LAUNCHERS[to].program
     else:
-        given = [option for option, value in {**options, "run": run}.items() if value]
-        if given:
-            raise AutopipeError(f"{_dashed(given[0])} is for launchers, and {to} is none")
         exported = RUNTIMES[to](loaded)
         text, program = exported.text, False
         for line in exported.unsupported:
@@ -119,13 +139,21 @@ def export(
     say(f"{output}: for {to}")
 
 
+def _refuse(to: str, others: str, options: dict[str, Any]) -> None:
+    """Refuse options that only other targets take.
+
+    Raises:
+        AutopipeError: names the first of them.
+    """
+    for name in options:
+        raise AutopipeError(f"{_dashed(name)} is for {others}, and {to} is none")
+
+
 ONNX = "onnx"
 """The one target that is made of the model, and not of the plan alone."""
 
-_OWN = ("plan", "to", "run", "output")
 
-
-def _stages(path: Path, folder: Path | None, rows: int | None, weights: Path | None) -> None:
+def _stages(path: Path, folder: Path | None, onnx: OnnxOptions) -> None:
     from autopipe.planfile.contents import Plan
 
     if folder is None:
@@ -138,17 +166,17 @@ def _stages(path: Path, folder: Path | None, rows: int | None, weights: Path | N
 
     batch = plan.batch
     usual = batch.rows // plan.mesh.dp // batch.micro_batches
-    write_stages(model_file.load(source), plan, folder, rows=rows or usual, weights=weights)
+    rows = onnx.rows or usual
+    write_stages(model_file.load(source), plan, folder, rows=rows, weights=onnx.weights)
     say(f"{folder}: {len(plan.stages)} stages and chain.json, for onnxruntime")
 
 
-def _launched(plan: Any, to: str, path: Path, options: dict[str, Any], run: list[str]) -> str:
+def _launched(plan: Any, to: str, path: Path, words: dict[str, Any], run: list[str]) -> str:
     """The text for a launcher."""
     from autopipe.export import targets
     from autopipe.export.words import Words, seconds_of
 
     _check_run(path, run)
-    words: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if "time" in words:
         words["time_limit"] = seconds_of(words.pop("time"))
     if "hosts" in words:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,46 @@ import typer
 from autopipe.errors import AutopipeError
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, command
+from autopipe.terminal.option_groups import given
 from autopipe.terminal.paths import check_folder, say_edits
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """The shape of a drawn step (`report.schedule_page.Shape`); None: the one that is usual."""
+
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline; 4.")] = None
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Equal parts of a step's batch; 8.")
+    ] = None
+    chunks: Annotated[
+        int | None, typer.Option(min=2, help="Stages on each rank, for interleaved; 2.")
+    ] = None
+    forward: Annotated[
+        float | None,
+        typer.Option(min=0, max=1e9, help="Time of a micro-batch's forward on a rank; 1."),
+    ] = None
+    backward: Annotated[
+        float | None, typer.Option(min=0, max=1e9, help="Time of its backward; 2.")
+    ] = None
+    latency: Annotated[
+        float | None,
+        typer.Option(min=0, max=1e9, help="Time of a transfer between ranks, one way; 0."),
+    ] = None
+    wire: Annotated[
+        float | None,
+        typer.Option(min=0, max=1e9, help="Time for which a transfer keeps its link; 0."),
+    ] = None
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Micro-batches that a rank lets its sender send ahead of need; 2."
+        ),
+    ] = None
+    depth: Annotated[
+        int | None,
+        typer.Option(min=0, help="Micro-batches in flight beyond 1f1b's, for eager-1f1b; 1."),
+    ] = None
 
 
 @command("autopipe simulate 1f1b --ranks 4 --micro-batches 8")
@@ -19,38 +59,8 @@ def simulate(
         str | None,
         typer.Argument(help="a plan, a schedule's name or its file; without it every schedule"),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline; 4.")] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="Equal parts of a step's batch; 8.")
-    ] = None,
-    chunks: Annotated[
-        int | None, typer.Option(min=2, help="Stages on each rank, for interleaved; 2.")
-    ] = None,
-    forward: Annotated[
-        float | None,
-        typer.Option(min=0, max=1e9, help="Time of a micro-batch's forward on a rank; 1."),
-    ] = None,
-    backward: Annotated[
-        float | None, typer.Option(min=0, max=1e9, help="Time of its backward; 2.")
-    ] = None,
-    latency: Annotated[
-        float | None,
-        typer.Option(min=0, max=1e9, help="Time of a transfer between ranks, one way; 0."),
-    ] = None,
-    wire: Annotated[
-        float | None,
-        typer.Option(min=0, max=1e9, help="Time for which a transfer keeps its link; 0."),
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Micro-batches that a rank lets its sender send ahead of need; 2."
-        ),
-    ] = None,
-    depth: Annotated[
-        int | None,
-        typer.Option(min=0, help="Micro-batches in flight beyond 1f1b's, for eager-1f1b; 1."),
-    ] = None,
+    *,
+    shape: ShapeOptions,
     waits: Annotated[bool, typer.Option("--waits", help="Draw waits, as dots.")] = False,
     transfers: Annotated[bool, typer.Option("--transfers", help="Draw transfers.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture to this file, too.")] = None,
@@ -61,24 +71,13 @@ def simulate(
     Times are in whatever unit one likes; those of a plan are seconds. --json gives `steps`, one for
     each schedule: seconds, bubble, of every rank the spans with their start and end, and transfers.
     """
-    shape = {
-        "ranks": ranks,
-        "micro_batches": micro_batches,
-        "chunks": chunks,
-        "forward": forward,
-        "backward": backward,
-        "latency": latency,
-        "wire": wire,
-        "window": window,
-        "depth": depth,
-    }
     from autopipe.planfile.contents import Plan
     from autopipe.report import as_json, paper, schedule_page
     from autopipe.report import draw_svg as pictures
     from autopipe.schedules.registry import SCHEDULES
     from autopipe.util import atomic_file
 
-    options: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
+    options = given(shape)
     if svg is not None and what is None:
         raise AutopipeError(
             "--svg makes one picture, and no schedule was named",

@@ -22,6 +22,11 @@ from typing import Any
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
+def given(options: object) -> dict[str, Any]:
+    """The options of a group that were given, by name: None stands for one that was not."""
+    return {name: value for name, value in vars(options).items() if value is not None}
+
+
 def spread(function: Callable[..., None]) -> Callable[..., None]:
     """The same function with a parameter for each field of its dataclass parameters."""
     hints = typing.get_type_hints(function, include_extras=True)
