@@ -1,4 +1,4 @@
-"""Record the events of a step, rank by rank on one clock: measured by a run or predicted.
+"""The events of steps, rank by rank on one clock.
 
     Track                       a rank
     +-- TrackedStep             of the steps that were kept
@@ -10,14 +10,12 @@ Seconds count from wherever the clock does; `report.perfetto` draws from the fir
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from autopipe.schedules.instructions import COMPUTE, Channel, Instruction, holders
-from autopipe.schedules.simulate import Timeline
+from autopipe.schedules.instructions import COMPUTE, Channel, Instruction
 
 
 class Event(NamedTuple):
@@ -42,10 +40,10 @@ class TrackedStep:
     Args:
         number: of the step in its run.
         events: one after the other, in the order of the rank's program; at least one.
-        sums: those of gradients, each named by its REDUCE, if they are known one by one. A run
-            knows when its STEP ended, which waits for all of them.
-        arrivals: when transfers to this rank arrived, if that is known. A run knows when a
-            WAIT ended.
+        sums: the sums of gradients, each named by its REDUCE; empty where they are not known one
+            by one. A run knows when its STEP ended, which waits for all of them.
+        arrivals: when transfers to this rank arrived; without those not known. A run knows when
+            a WAIT ended.
     """
 
     number: int
@@ -115,30 +113,6 @@ class Track:
         return f"{self.run} rank {self.rank}: stage{several} {', '.join(words)}".lstrip()
 
 
-def from_timeline(timeline: Timeline, start: float = 0.0, number: int = 0) -> tuple[Track, ...]:
-    """The tracks of a predicted step, one for each rank of the pipeline.
-
-    Args:
-        start: when the step begins; the start of a measured step draws both from one point.
-        number: of the step.
-    """
-    rank_of = holders(timeline.programs)
-    arrivals: dict[int, dict[Arrival, float]] = defaultdict(dict)
-    for moved in timeline.transfers:
-        there = arrivals[rank_of[moved.channel.target]]
-        there[Arrival(moved.channel, moved.microbatch)] = start + moved.arrival
-    sums: dict[int, list[Event]] = defaultdict(list)
-    for span in timeline.sums:
-        sums[span.rank].append(Event(span.instruction, start + span.start, start + span.end))
-    tracks = []
-    for rank, (program, ends) in enumerate(zip(timeline.programs, timeline.ends, strict=True)):
-        times = [start, *(start + end for end in ends)]
-        events = tuple(map(Event, program, times, times[1:]))
-        step = TrackedStep(number, events, tuple(sums[rank]), arrivals[rank])
-        tracks.append(Track(rank, (step,), run="predicted"))
-    return tuple(tracks)
-
-
 def walls(tracks: Iterable[Track]) -> dict[tuple[PipelineKey, int], float]:
     """Seconds of each pipeline's steps, by number: from its first event to its last one."""
     found: dict[tuple[PipelineKey, int], tuple[float, float]] = {}
@@ -151,7 +125,7 @@ def walls(tracks: Iterable[Track]) -> dict[tuple[PipelineKey, int], float]:
 
 
 def bubbles(tracks: Sequence[Track]) -> tuple[float, ...]:
-    """Of each track, the share of a step for which its rank does not compute: the median step's.
+    """Each track's bubble: the share of a step for which its rank does not compute, in the median.
 
         1 - seconds in F, B, I and W / seconds from its pipeline's first event to the last one
 

@@ -24,7 +24,6 @@ from autopipe.export.targets import LAUNCHERS
 from autopipe.interop.targets import RUNTIMES
 from autopipe.planfile import predict
 from autopipe.report import perfetto, recorded
-from autopipe.report.tracks import from_timeline
 from autopipe.util import codec
 from tests.support.checkpointed import Run
 from tests.support.hostile import damaged, fenced, mutated
@@ -33,6 +32,7 @@ from tests.support.plans import chain, example_plan
 from tests.support.scripts import commands, launchers, started
 from tests.support.shell import Said, Shell
 from tests.support.spread import on_cpus
+from tests.support.tracked import from_timeline
 
 PLANS = [codec.to_json(plan) for plan in (example_plan(), on_cpus(2, 2), chain(2, 2))]
 

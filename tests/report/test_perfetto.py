@@ -8,14 +8,14 @@ import pytest
 
 from autopipe.errors import AutopipeError
 from autopipe.report import perfetto
-from autopipe.report.tracks import Event, Track, TrackedStep, from_timeline
+from autopipe.report.tracks import Event, Track, TrackedStep
 from autopipe.schedules.instructions import Kind, parse
 from autopipe.schedules.registry import make
 from autopipe.schedules.simulate import Costs, LinkTime, simulate
 from autopipe.schedules.transfers import Edge, insert
 from tests.support.perfetto_reader import Reader, Slice, read
 from tests.support.plans import example_plan
-from tests.support.tracked import step
+from tests.support.tracked import from_timeline, step
 
 
 def drawn(reader: Reader) -> list[str]:

@@ -8,8 +8,9 @@ import pytest
 from autopipe.errors import AutopipeError
 from autopipe.planfile import predict
 from autopipe.report import perfetto, recorded
-from autopipe.report.tracks import Track, from_timeline
+from autopipe.report.tracks import Track
 from tests.support.plans import chain
+from tests.support.tracked import from_timeline
 
 
 def folder(path: Path) -> Path:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from autopipe.report.tracks import Arrival, Track, bubbles, from_timeline
+from autopipe.report.tracks import Arrival, Track, bubbles
 from autopipe.schedules.instructions import Channel, Flow
 from autopipe.schedules.registry import make
 from autopipe.schedules.simulate import Costs, LinkTime, simulate
-from tests.support.tracked import step
+from tests.support.tracked import from_timeline, step
 
 
 def test_names() -> None:
