@@ -13,7 +13,7 @@ from autopipe.planfile.contents import Plan
 
 @dataclass(frozen=True)
 class FirstNode:
-    """Where a difference begins.
+    """The node at which a difference begins.
 
     Attributes:
         name: the name of the node in the model's graph.

@@ -153,7 +153,7 @@ def text(job: Launch, target: str, manifest: Manifest) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """Without anchors, which people do not read."""
+    """Writes YAML without anchors (`&id001`), which people do not read."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -89,7 +89,7 @@ def _srun(job: Launch, tasks: int) -> list[str]:
 
 
 def _command(job: Launch) -> tuple[str, ...]:
-    """Without what differs from task to task of an array."""
+    """The command of every task of an array, without the options of `_each`."""
     words, command = job.words, job.command
     if words.array is None:
         return command

@@ -95,7 +95,7 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
 
 
 def owners(blocks: Sequence[Block], first: int, stop: int) -> dict[int, Block]:
-    """Of the node positions in [first, stop) the blocks that they are in."""
+    """The block that each node position in [first, stop) is in; positions outside are left out."""
     return {
         position: block
         for block in blocks

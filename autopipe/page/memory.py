@@ -157,7 +157,7 @@ def _line(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _curves(plan: Plan, sheet: Sheet, stages: Sequence[Sequence[int]]) -> list[_Curve | None]:
-    """Of each rank the bytes that its programs hold, instruction by instruction."""
+    """Each rank's bytes, after each instruction of its program."""
     where = {
         ROWS: sheet.rows,
         TOKENS: sheet.tokens,

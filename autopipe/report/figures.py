@@ -148,7 +148,7 @@ def _chosen(plan: Plan, runs: Sequence[Sequence[int]]) -> Sequence[int]:
 
 
 def _kinds(plan: Plan, ranks: Sequence[int]) -> list[str]:
-    """Of each stage the devices that it is on, `2 x A100-40GB`, where not all are of one kind."""
+    """Each stage's devices, `2 x A100-40GB`; empty where all devices are of one kind."""
     if len({device.kind for device in plan.cluster.devices}) == 1:
         return [""] * len(ranks)
     mesh, numbered = plan.mesh, predict.devices(plan)

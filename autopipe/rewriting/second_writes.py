@@ -88,7 +88,7 @@ class _Runs:
 
     @classmethod
     def of(cls, flow: Dataflow) -> _Runs:
-        """What runs again of a graph."""
+        """Find what backward runs again of a graph."""
         nodes, carrying = flow.graph.nodes, gradient_values(flow.graph)
         tracked = frozenset(p for p, node in enumerate(nodes) if carrying & {*_results(node)})
         saving = frozenset(p for p in tracked if _saves(nodes[p], carrying))

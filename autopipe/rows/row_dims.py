@@ -124,7 +124,7 @@ def _keeps_order(node: Node) -> bool:
 
 
 def _of_parts(flow: Dataflow, node: Node, dim: int) -> int | None:
-    """Of tensors that are put together along a dim: all rows of one, then all of the next."""
+    """The groups of a `cat` along the rows: all rows of one tensor, then all of the next."""
     parts = [flow.graph.spec(v) for v in values_in(node.args[0])]
     along = arguments(node)["dim"]
     all_rows = all(rows_dim(p) == dim and p.shape[dim] == BATCH for p in parts)
@@ -132,7 +132,7 @@ def _of_parts(flow: Dataflow, node: Node, dim: int) -> int | None:
 
 
 def _merged(flow: Dataflow, node: Node, dim: int) -> int | None:
-    """Of dims that are made one: those before the rows say how often all rows come."""
+    """The groups after dims are merged: the product of the sizes before the dim of rows."""
     for value in node.values() if node.short in SAME_ROWS else ():
         before = flow.graph.spec(value)
         at = rows_dim(before)

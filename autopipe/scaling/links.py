@@ -68,7 +68,7 @@ def on_farthest(cluster: Cluster, seconds: Callable[[Cluster], float]) -> Expres
 
 
 def sums(plan: Plan) -> list[Expression]:
-    """Of each stage the seconds of summing its gradients."""
+    """Each stage's seconds of summing gradients over replicas, as formulas."""
 
     def of(stage: int) -> Callable[[Cluster], float]:
         return lambda cluster: predict.costs(replace(plan, cluster=cluster)).reduce[stage]

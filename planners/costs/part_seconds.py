@@ -25,7 +25,7 @@ from autopipe.planners.model.estimate import EXCHANGES, Estimate
 
 
 class Conversions(NamedTuple):
-    """The conversions of a stage, one of each of these for each."""
+    """A stage's conversions; entry i of each field is about conversion i."""
 
     costs: Sequence[op_costs.NodeCost]
     dtypes: Sequence[torch.dtype]
@@ -33,7 +33,7 @@ class Conversions(NamedTuple):
 
 
 NONE = Conversions((), (), ())
-"""Of a stage that sends and receives everything whole."""
+"""The conversions of a stage that sends and receives whole tensors."""
 
 
 def conversions(

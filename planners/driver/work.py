@@ -96,7 +96,7 @@ def row_tokens(graph: Graph, inputs: Sequence[InputSpec]) -> int:
 
 
 def _spent(candidate: Candidate, answer: Answer) -> tuple[Spent, ...]:
-    """Of each stage what the seconds go to that the answer was chosen by."""
+    """What each stage's seconds are spent on, as the answer was chosen by them."""
     costing, config = candidate.costing, answer.decision.config
     rows = config.microbatch_rows(costing.batch)
     parts = {kind: costing.parts(rows, kind) for kind in {s.kind for s in answer.estimate.stages}}

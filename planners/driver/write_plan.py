@@ -238,7 +238,7 @@ def _note(candidate: Candidate, answer: Answer) -> PlannerNote:
 def _shown(
     alternatives: tuple[Alternative, ...],
 ) -> tuple[Alternative | None, tuple[Alternative, ...]]:
-    """The next best mesh and those after it, data parallelism alone among them."""
+    """The alternatives that the plan shows: the next best ones, and data parallelism alone."""
     if not alternatives:
         return None, ()
     next_best, *others = alternatives

@@ -93,7 +93,7 @@ def stage_seconds(planned: PlannedStages) -> list[Seconds]:
 
 
 def _conversions(planned: PlannedStages) -> list[Conversions]:
-    """For each stage its conversions to parts and back."""
+    """Each stage's conversions of sent tensors to parts and back."""
     split, plan = planned.split, planned.plan
     if split.plain is None:
         return [NONE] * len(split.stages)
@@ -160,7 +160,7 @@ class _Nodes:
         self._seconds_of = cache(_roof_seconds)
 
     def of(self, stage: Stage) -> Seconds:
-        """Of the nodes of a stage."""
+        """Forward and backward seconds of a stage's nodes."""
         ways: tuple[Counter[Roof], Counter[Roof]] = Counter(), Counter()
         sent: tuple[list[Expression], list[Expression]] = [], []
         for position in range(stage.first, stage.stop):

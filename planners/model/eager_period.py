@@ -148,7 +148,7 @@ def bound(pipeline: EagerPipeline) -> float:
 
 
 def _channels(boundary: int) -> tuple[Channel, Channel]:
-    """There and back."""
+    """The two channels between two stages: activations, and their gradients back."""
     return (
         Channel(boundary, boundary + 1, Flow.ACTIVATION),
         Channel(boundary + 1, boundary, Flow.GRADIENT),

@@ -110,8 +110,8 @@ class RecomputeSets:
         return self._figures(numbers, self._spent, self._most_spent)
 
     def counts(self, number: int) -> tuple[int, ...]:
-        """Of a set, how many blocks of each of its composition's parts are at each of the part's
-        levels (`part_levels`)."""
+        """A set as numbers of blocks: for each part of its composition, how many of the part's
+        blocks are at each of the part's levels (`part_levels`)."""
         composition, place = divmod(number, PLACES)
         return tuple(map(int, self._of(composition).counts[-1 if place == LAST else place]))
 

@@ -228,7 +228,7 @@ class StageWork(NamedTuple):
         return Waits(np.maximum(each - self.forward, 0), np.maximum(each - backward, 0))
 
     def seconds(self, recompute: float | Times, offloaded: int | Bytes = 0) -> StageSeconds:
-        """Those of stages with what blocks take a second time, or wait for the host.
+        """Seconds of each stage, with those of running blocks again and of waiting for the host.
 
         Args:
             recompute: seconds that blocks take a second time.

@@ -61,7 +61,7 @@ class BlockLevels:
     found: tuple[_Found, ...]
 
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """Of each level the positions of the nodes that run again."""
+        """The positions of the nodes that run again, level by level."""
         return tuple(tuple(self.first + n for n in own.offsets) for own in self.found)
 
     def at(self, rows: int, forward: Sequence[Times], units: Units) -> tuple[BlockLevel, ...]:

@@ -18,7 +18,7 @@ Classes = tuple[tuple[int, ...], ...]
 
 
 def classes(problem: Problem, config: Config) -> Classes:
-    """The classes of the groups of a config; one of all that are used, where there is one order.
+    """The classes of a config's groups; a single class where only one order is possible.
 
     That is where devices are alike, and where a device holds several stages.
     """

@@ -57,7 +57,7 @@ class FileTensor:
 
     @property
     def bytes(self) -> int:
-        """Of one copy."""
+        """Bytes of the whole tensor, once."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

@@ -214,7 +214,7 @@ class GradientSum:
         return tuple(self._parameters[name].requires_grad for name in self._shared)
 
     def _holders(self) -> dict[str, int]:
-        """Of how many stages the last backward is still to come, by name."""
+        """By name, how many stages here hold a parameter: so many last backwards are to come."""
         return {n: sum(n in names for names in self._stages.values()) for n in self._shared}
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
@@ -236,7 +236,7 @@ class GradientSum:
         return learnt
 
     def _queues(self, names: Sequence[str], awaited: Collection[str]) -> Iterator[BucketQueue]:
-        """One for each group, of those of the names that have a gradient on any rank of it."""
+        """A queue for each group, of the parameters that have a gradient on any of its ranks."""
         used = {name for name in names if self._parameters[name].grad is not None}
         for group, members in by_group(names, self._groups).items():
             expected = agreed(group, members, self._parameters, used)

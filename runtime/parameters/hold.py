@@ -233,7 +233,7 @@ def _groups(
 
 
 def _owners(split: Split, placed: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Of each trainable parameter the pipeline ranks that hold it, in the order of the graph."""
+    """The pipeline ranks that hold each trainable parameter, by its name, in the graph's order."""
     trainable = [name for name, state in split.graph.states.items() if state.trainable]
     return {
         name: tuple(sorted({placed[stage] for stage in stages}))

@@ -68,7 +68,7 @@ class LossScale:
         return True
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """The scale and its counters, for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -85,7 +85,7 @@ class OptimizerShards:
         self._sum.finish()
 
     def owned_gradients(self) -> dict[str, Tensor]:
-        """Those of the shards."""
+        """The gradients of this rank's shards, by name."""
         return {n: s.grad for n, s in self._held.shards.items() if s.grad is not None}
 
     def gather(self) -> None:

@@ -94,7 +94,7 @@ class GradientShards:
         self._now.begin()
 
     def arm(self, stage: int) -> None:
-        """Nothing: of every micro-batch gradients are scattered."""
+        """Do nothing: the gradients of every micro-batch are scattered."""
 
     def finish(self) -> None:
         """Wait for the scatters, and sum the gradients of copies.
@@ -114,7 +114,7 @@ class GradientShards:
         return self._held.master(name)
 
     def owned_gradients(self) -> dict[str, Tensor]:
-        """Those of the shards; of copies, the first one's."""
+        """The gradients of this rank's shards; those of a copied shard on its first rank alone."""
         return {
             name: shard.grad
             for name, shard in self._held.shards.items()

@@ -179,7 +179,7 @@ class GatheredStage:
         return bytes
 
     def _table_bytes(self, unit: int) -> int:
-        """Of what is gathered into, with a row for each rank, and of what this rank gives."""
+        """Bytes of the table that the ranks' rows are gathered into, and of this rank's row."""
         return sum(
             (dist.get_world_size(bucket.group) + 1) * share_bytes(bucket)
             for bucket in self._buckets[unit]

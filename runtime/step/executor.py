@@ -196,7 +196,7 @@ class Executor:
 
     @property
     def seconds(self) -> Mapping[tuple[int, Kind], float]:
-        """Of the last step, by stage and kind of instruction; 0 for what is in no program."""
+        """Seconds of the last step, by stage and kind of instruction; a kind without any has 0."""
         found: dict[tuple[int, Kind], float] = defaultdict(float)
         for executor in (self, self.first):
             for instruction, (began, ended) in executor._spans() if executor is not None else ():

@@ -124,7 +124,7 @@ def _rows_dim(split: Split, output: object) -> int | None:
 
 
 def _from(source: int, own: list[Tensor], world: dist.ProcessGroup) -> list[Tensor]:
-    """One rank's tensors, on every rank."""
+    """Broadcast one rank's tensors; returns them on every rank."""
     specs: list[Any] = [[(tuple(tensor.shape), tensor.dtype) for tensor in own]]
     dist.broadcast_object_list(specs, source, group=world)
     found = own or [torch.empty(shape, dtype=dtype) for shape, dtype in specs[0]]

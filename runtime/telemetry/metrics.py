@@ -74,7 +74,7 @@ def length_share(length: float, plan: Plan) -> float:
 def of_step(
     plan: Plan, step: int, loss: float, seconds: float, rows: int, length: float = 1.0
 ) -> Metrics:
-    """What follows from the plan and from a step's seconds and rows.
+    """The metrics that follow from the plan and from a step's seconds and rows.
 
     Args:
         length: as `length_share` gives it; of shorter rows the operations are not known, nor MFU.

@@ -135,7 +135,7 @@ class Writable(Protocol):
 
 
 def writable(model: nn.Module, written: Iterable[str]) -> Writable:
-    """What says of a call's states which ones it may write, though no measured run wrote them.
+    """A function that picks, of a call's states, those it may write though no measured run did.
 
     A micro-batch may take a branch that no measured run took: where a class has no row in them, an
     expert no token. So a call may write a buffer if one of the same name is written in a module of
