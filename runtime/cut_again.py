@@ -11,7 +11,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.planfile.placements import Sharding
 from autopipe.runtime.parameters.part import RankPart
 from autopipe.stages.bind import Split, rank_trace, split_for_evaluation
-from autopipe.tracing.low_precision import kept_by
+from autopipe.tracing.capture.low_precision import kept_by
 from autopipe.tracing.source import Source, trace_source
 from autopipe.tracing.symbolic_sequence import AtLengths
 

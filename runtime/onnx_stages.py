@@ -35,7 +35,7 @@ from autopipe.runtime.start import trace_planned
 from autopipe.stages.bind import RankTrace, split_as_planned, split_for_evaluation
 from autopipe.stages.lower import lower
 from autopipe.tracing.source import bare, trace_source
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util import atomic_file
 from autopipe.util.progress import phase
 

@@ -56,7 +56,7 @@ from autopipe.stages.bind import (
     split_as_planned,
 )
 from autopipe.tracing.source import Source, bare, trace_as_planned
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util import host_memory
 
 

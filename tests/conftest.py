@@ -56,7 +56,7 @@ LONGEST = (
     "emit/test_edited_files.py",
     "runtime/probe/test_workers.py",
     "runtime/step/test_memory_meter.py",
-    "tracing/test_stubs.py",
+    "tracing/capture/test_stubs.py",
     "planners/search/test_planners.py",
     "runtime/checkpoint/test_any_plan.py",
     "sharding/test_strategies.py",

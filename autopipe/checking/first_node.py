@@ -39,9 +39,9 @@ from autopipe.planners.driver.outcomes import last_reader
 from autopipe.stages.lower import lower
 from autopipe.stages.node_calls import NODE_NAME
 from autopipe.stages.rng import stream
-from autopipe.tracing.export import Program
-from autopipe.tracing.low_precision import kept_by, parameters_in
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.capture.low_precision import kept_by, parameters_in
+from autopipe.tracing.capture.program import Program
+from autopipe.tracing.traced import Trace
 
 CLOSE = 1e-5
 """Results of one module that are as near are the same."""

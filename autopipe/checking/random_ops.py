@@ -22,7 +22,7 @@ from autopipe.ir.dataflow import is_random
 from autopipe.ir.graph import REGION_OP
 from autopipe.ir.torch_private import TorchDispatchMode
 from autopipe.opaque.calls.sites import Site, SiteCall, site_of, standing_in, with_loss
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util.seeding import seed
 
 

@@ -38,7 +38,7 @@ from autopipe.planners.driver.against_eager import one_thread
 from autopipe.rewriting.label_counts import label_counts
 from autopipe.rewriting.projections import sets_norms
 from autopipe.runtime.start import trace_planned
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util.progress import Say, phase
 
 INTERRUPTED = 128 + signal.SIGINT

@@ -37,8 +37,8 @@ from autopipe.planfile.contents import BATCH, Plan
 from autopipe.rewriting.label_counts import LabelCounts
 from autopipe.runtime.step.microbatches import LabelWeights, LossWeights, Microbatches
 from autopipe.stages.precision import AUTOCAST, copy_dtype
-from autopipe.tracing.export import Program
-from autopipe.tracing.low_precision import MASTER, kept_by, lower, parameters_in
+from autopipe.tracing.capture.low_precision import MASTER, kept_by, lower, parameters_in
+from autopipe.tracing.capture.program import Program
 
 
 @dataclass

@@ -32,7 +32,7 @@ BATCH, SEQUENCE = dims.symbols()
 
 Dim: TypeAlias = int | sympy.Expr
 
-READ_OP = "autopipe.read.default"  # at which Python reads a value (`tracing.value_guards`)
+READ_OP = "autopipe.read.default"  # at which Python reads a value (`tracing.capture.value_guards`)
 REGION_OP = "autopipe.region.default"  # a call of the user's own code (`opaque.regions`)
 
 

@@ -35,7 +35,7 @@ from autopipe.rewriting.label_counts import LabelCounts, label_counts, leaving_o
 from autopipe.rows.loss_tail import loss_nodes
 from autopipe.rows.row_dims import RowsUnknown
 from autopipe.rows.row_runs import HALF, ROWS, Leaves, Make, RowRuns
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util.progress import Say
 
 MOST_BYTES = 2**28

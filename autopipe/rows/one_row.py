@@ -17,7 +17,7 @@ import sympy
 
 from autopipe.errors import AutopipeError
 from autopipe.ir.graph import Arg, Graph, Node, Ref, Value, shape_at
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util import dims
 
 _SHAPES = {

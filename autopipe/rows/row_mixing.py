@@ -39,7 +39,7 @@ from autopipe.ir.repeats import shorten
 from autopipe.rows.loss_tail import loss_nodes
 from autopipe.rows.row_dims import RowsUnknown, rows_in
 from autopipe.rows.row_runs import HALF, ROWS, Ran, RowRuns, off
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 
 MOST_FLOPS = 1e10
 """Operations of a forward on these rows, of many equal blocks three: about a second's work."""

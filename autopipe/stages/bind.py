@@ -37,7 +37,7 @@ from autopipe.stages import sent_parts
 from autopipe.stages.loss_cut import cut_loss
 from autopipe.stages.precision import PRECISIONS
 from autopipe.stages.whole_loss import WholeLoss
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util.seeding import of_draws, of_hashes
 
 

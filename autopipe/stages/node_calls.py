@@ -24,7 +24,7 @@ from autopipe.rewriting.gpu_kernels import kernel_of
 from autopipe.stages import gathering
 from autopipe.stages.op_tape import ASKED, PLACE, marking
 from autopipe.stages.rng import draw
-from autopipe.tracing.value_guards import check
+from autopipe.tracing.capture.value_guards import check
 
 NODE_NAME = "autopipe_node"
 """The key in an fx node's meta under which its graph node's name stands."""

@@ -11,8 +11,9 @@ et al., ICLR 2018), but where less is asked for: `grad_dtype` sums gradients in 
 cast for the optimizer; `optimizer_dtype` lets it change the parameters of 16 bits themselves.
 
 `bf16` is what Megatron-LM's `--bf16` and FSDP2's mixed precision do: the model is traced with
-parameters of 16 bits (`tracing.low_precision`), so activations, what is saved for backward and what
-crosses stages are of 16 bits, too. The graph names the parameters that have a master weight.
+parameters of 16 bits (`tracing.capture.low_precision`), so activations, what is saved for backward
+and what crosses stages are of 16 bits, too. The graph names the parameters that have a master
+weight.
 
 Under autocast torch decides op by op. Only its cache of cast weights is replaced, by copies that a
 step makes when it begins: torch empties its cache whenever a forward ends, so that each micro-batch
@@ -39,7 +40,7 @@ from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Graph, Node, State, StateSpec, bytes_at
 from autopipe.ir.torch_private import TorchDispatchMode
 from autopipe.rewriting.gpu_autocast import autocast
-from autopipe.tracing.low_precision import KEPT
+from autopipe.tracing.capture.low_precision import KEPT
 
 AUTOCAST: Mapping[str, torch.dtype] = {
     "bf16-autocast": torch.bfloat16,

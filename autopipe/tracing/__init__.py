@@ -5,7 +5,6 @@ In: a module (or the function that builds one), an example batch and the user's 
 micro-batch; or a `CaptureError` with the user's line.
 Never found here: costs, cuts, shards.
 
-Other rooms use: `source.trace_source`, `.bare`, `.Source`, `trace.Trace`,
-`symbolic_sequence.trace_lengths`, `.with_tokens`, `user_checkpoints.checkpointed_blocks`,
-`value_guards.check`.
+Other rooms use: `source.trace_source`, `.bare`, `.Source`, `traced.Trace`,
+`symbolic_sequence.trace_lengths`, `.with_tokens`. The export itself is in `tracing.capture`.
 """

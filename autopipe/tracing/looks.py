@@ -32,9 +32,10 @@ from autopipe.ir.torch_patches import patched
 from autopipe.ir.torch_private import DynamicOutputShapeException, FakeTensor, quiet
 from autopipe.opaque.scripted import functions_op_by_op
 from autopipe.planfile.parts import InputSpec, Read
-from autopipe.tracing.export import Program, tensors_of
-from autopipe.tracing.low_precision import parameters_in
-from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record
+from autopipe.tracing.capture.export import tensors_of
+from autopipe.tracing.capture.low_precision import parameters_in
+from autopipe.tracing.capture.program import Program
+from autopipe.tracing.capture.value_guards import NeedsNumbers, ReadsParameter, record
 
 Within = Callable[[], AbstractContextManager[object]]
 """Makes what a run of a program happens in."""
@@ -114,8 +115,8 @@ class _RunsOfALook:
         parts = self.program.parts
         first, again = partial(self._first, within), partial(self.again, within)
         runs = first, again, self.again
-        found, self.program.unsteady = compared_runs(
-            parts, self.tensors, *runs, lambda: self.program.caches
+        found, self.program.found.unsteady = compared_runs(
+            parts, self.tensors, *runs, lambda: self.program.found.caches
         )
         return found
 
@@ -125,10 +126,10 @@ class _RunsOfALook:
         If the run has found assigned buffers, the calls are noted in another run, which writes
         these buffers instead."""
         program = self.program
-        known = program.all_assigned
+        known = program.found.counts
         with as_before(*program.parts):
             found = self._watched(within, noted)
-        if program.all_assigned != known:
+        if program.found.counts != known:
             noted.calls.clear()
             with as_before(*program.parts):
                 self.again(within, lambda: noted)
@@ -142,20 +143,20 @@ class _RunsOfALook:
         def run() -> None:
             nonlocal changed, drew
             changes = second_run.Changes(self.program.model)
-            asked = _asks_for_gpus(self.program.asks_for_gpus)
+            asked = _asks_for_gpus(self.program.found.asks_for_gpus)
             with within(), refused_effects.refused(self.program.model), noted, asked:
                 self.run()
             changed, drew = changes.seen(), changes.drawn()
 
         taint = Taint()  # of buffers, which are put back only behind all of these runs
-        again, known = partial(self.again, taint=taint), self.program.all_assigned
+        again, known = partial(self.again, taint=taint), self.program.found.counts
         found = record(run, self.run, numbers=self.numbers, taint=taint)
-        if self.program.all_assigned != known:
+        if self.program.found.counts != known:
             again()  # the first has found buffers to be assigned; a later run writes them
             changed = True
         generators.check(before, again)
         other = second_run.other_reads(found, again) if changed and found else None
-        self.program.otherwise = other  # of this look alone: the one before had other regions
+        self.program.found.otherwise = other  # of this look alone: the one before had other regions
         if drew and other is None and any(read.checked for read in found):
             self._check_draws(found, taint)
         if self.others is not None and any(read.checked for read in found):

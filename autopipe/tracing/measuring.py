@@ -27,8 +27,8 @@ from autopipe.opaque.calls.sites import Site, Wider, with_loss
 from autopipe.opaque.measure import Fails, Runs, measured
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
-from autopipe.tracing.export import Program
-from autopipe.tracing.low_precision import parameters_in
+from autopipe.tracing.capture.low_precision import parameters_in
+from autopipe.tracing.capture.program import Program
 
 _Gradients = list[Tensor | None]
 _Pass = tuple[tuple[second_run.Call, ...], _Gradients]

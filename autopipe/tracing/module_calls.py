@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autopipe.eager.frozen import FIXED, VALUES, frozen
 from autopipe.ir.torch_private import is_fake, storage_key, version
 from autopipe.opaque.calls.trees import NotPlain, distinct_tensors, parts_of, whole_of
-from autopipe.tracing.module_makes import (
+from autopipe.tracing.capture.module_makes import (
     attributes_of,
     look_of,
     modes,

@@ -41,9 +41,9 @@ from autopipe.eager.frozen import INTERNAL
 from autopipe.ir.torch_patches import watching_attributes
 from autopipe.ir.torch_private import no_function_modes
 from autopipe.planfile.parts import Read
+from autopipe.tracing.capture.module_makes import alike_siblings, attached_to, candidates_of
 from autopipe.tracing.looks import Within
 from autopipe.tracing.module_calls import ModuleCall
-from autopipe.tracing.module_makes import alike_siblings, attached_to, candidates_of
 from autopipe.util import shortcuts
 
 Looked = TypeVar("Looked")

@@ -24,9 +24,10 @@ from autopipe.opaque.scripted import plain
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
+from autopipe.tracing.capture.low_precision import SixteenBits, kept_by
 from autopipe.tracing.looks import NoRoom
-from autopipe.tracing.low_precision import SixteenBits, kept_by
-from autopipe.tracing.trace import Trace, trace
+from autopipe.tracing.trace import trace
+from autopipe.tracing.traced import Trace
 from autopipe.util import host_memory, numbers
 from autopipe.util.progress import Say
 

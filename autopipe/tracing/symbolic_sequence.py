@@ -27,9 +27,10 @@ from autopipe.frontend import row_length
 from autopipe.frontend.loss import Loss
 from autopipe.ir.graph import SEQUENCE, Arg, Graph, TensorSpec, at_sequence
 from autopipe.planfile.parts import InputSpec, Read
-from autopipe.tracing.low_precision import SixteenBits
+from autopipe.tracing.capture.low_precision import SixteenBits
 from autopipe.tracing.source import Source, bare, trace_source
-from autopipe.tracing.trace import Trace, trace
+from autopipe.tracing.trace import trace
+from autopipe.tracing.traced import Trace
 
 
 @dataclass(frozen=True)

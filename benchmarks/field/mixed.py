@@ -31,7 +31,7 @@ from autopipe.planners.model.devices import machine_of
 from autopipe.planners.model.estimate import estimate
 from autopipe.planners.model.problem import Constraints, Decision
 from autopipe.planners.search.registry import PLANNERS
-from autopipe.tracing.low_precision import KEPT
+from autopipe.tracing.capture.low_precision import KEPT
 from autopipe.tracing.source import trace_source
 
 

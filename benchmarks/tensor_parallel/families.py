@@ -30,7 +30,7 @@ from autopipe.planfile.placements import I
 from autopipe.sharding.functionalize import out_of_place
 from autopipe.sharding.ilp import Sharding, shard
 from autopipe.sharding.local_graph import sent_by, shard_graph
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from benchmarks.tensor_parallel.configs import FAMILIES, Family
 from tests.support import simulated
 from tests.support.staged import micro_batches, trace_model

@@ -23,7 +23,7 @@ from autopipe.stages.dry_run import Known, rehearse
 from autopipe.stages.lower import lower
 from autopipe.stages.rng import stream
 from autopipe.stages.step_programs import step_programs
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from tests.support import inprocess, simulated
 from tests.support.regroup import regrouped
 

@@ -34,7 +34,7 @@ from autopipe.runtime.start import trace_planned
 from autopipe.sharding.plan_io import read_back
 from autopipe.stages.dry_run import Known
 from autopipe.tracing.source import bare
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util.stopwatch import Stopwatch
 from benchmarks.zoo import theirs
 from benchmarks.zoo.compare import CLOSE, compared, rounded

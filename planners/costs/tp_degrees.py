@@ -39,7 +39,7 @@ from autopipe.sharding.local_graph import (
 from autopipe.sharding.op import Model
 from autopipe.stages.precision import AUTOCAST, COMPUTED_LOW
 from autopipe.stages.sent_parts import Held, part_dim
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 
 MOST = 16
 """The highest degree that is tried unless one is asked for: the devices of a large node."""

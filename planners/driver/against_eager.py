@@ -50,11 +50,11 @@ from autopipe.planners.driver.outcomes import (
 )
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower
-from autopipe.tracing.export import Program
-from autopipe.tracing.low_precision import KEPT, parameters_in
+from autopipe.tracing.capture.low_precision import KEPT, parameters_in
+from autopipe.tracing.capture.program import Program
 from autopipe.tracing.source import parameter_bytes
 from autopipe.tracing.symbolic_sequence import AtLengths, shorter
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util.progress import Say, phase
 
 MOST_FLOPS = 1e10

@@ -25,8 +25,8 @@ from autopipe.planners.driver.against_eager import one_thread, with_weights
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.whole_loss import WholeLoss
-from autopipe.tracing.low_precision import KEPT
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.capture.low_precision import KEPT
+from autopipe.tracing.traced import Trace
 from autopipe.util.progress import Say
 
 ROWS = 4

@@ -29,7 +29,7 @@ from autopipe.runtime.probe.probe import local_cluster, this_machine
 from autopipe.schedules.instructions import Programs, holders
 from autopipe.schedules.registry import SCHEDULES
 from autopipe.stages.precision import PRECISIONS
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util.numbers import count
 from autopipe.util.progress import Say
 

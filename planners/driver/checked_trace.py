@@ -35,7 +35,7 @@ from autopipe.rows.one_row import same_with_one_row
 from autopipe.stages.loss_cut import cut_loss
 from autopipe.tracing.source import trace_source
 from autopipe.tracing.symbolic_sequence import shorter
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util.progress import Say, phase
 from autopipe.util.stopwatch import Stopwatch
 

@@ -46,7 +46,7 @@ from autopipe.planners.search.configs import TooFewUnits
 from autopipe.planners.search.dynamic import fastest
 from autopipe.planners.search.reasons import NothingFits
 from autopipe.planners.search.relax import Help
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util.progress import phase
 from autopipe.util.stopwatch import Stopwatch
 

@@ -14,7 +14,7 @@ from autopipe.eager.second_run import MOST_ALIKE
 from autopipe.errors import CaptureError
 from autopipe.ir.graph import Graph, State
 from autopipe.ir.torch_private import TorchDispatchMode
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 """How far a result may be off, as a share of its largest entry: sums in another order."""

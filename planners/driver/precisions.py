@@ -16,7 +16,7 @@ from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.spec import LocalSpec
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.planners.driver.arguments import on_gpus
-from autopipe.tracing.low_precision import KEPT
+from autopipe.tracing.capture.low_precision import KEPT
 from autopipe.util.progress import Say
 
 T = TypeVar("T")

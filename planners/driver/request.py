@@ -34,10 +34,10 @@ from autopipe.rows.least_rows import ONE, Least
 from autopipe.stages.dry_run import Known
 from autopipe.stages.recompute import blocks_meant, words_of_option
 from autopipe.stages.whole_loss import WholeLoss
-from autopipe.tracing import user_checkpoints
-from autopipe.tracing.low_precision import SixteenBits, kept
+from autopipe.tracing.capture import user_checkpoints
+from autopipe.tracing.capture.low_precision import SixteenBits, kept
 from autopipe.tracing.source import Source
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from autopipe.util.progress import Say
 
 NOTHING = "none"

@@ -23,10 +23,10 @@ from autopipe.planners.driver import arguments
 from autopipe.schedules.instructions import splits
 from autopipe.sharding.plan_io import read_back
 from autopipe.stages.bind import Split, cut_as_planned
-from autopipe.tracing.low_precision import kept_by
+from autopipe.tracing.capture.low_precision import kept_by
 from autopipe.tracing.source import trace_source
 from autopipe.tracing.symbolic_sequence import trace_lengths, with_tokens
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 
 
 @dataclass(frozen=True, eq=False)

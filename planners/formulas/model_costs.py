@@ -46,7 +46,7 @@ from autopipe.planners.driver import arguments
 from autopipe.planners.saved.observe import observe_saved
 from autopipe.sharding.local_graph import shard_graph, shardable
 from autopipe.stages.precision import PRECISIONS
-from autopipe.tracing.low_precision import kept
+from autopipe.tracing.capture.low_precision import kept
 from autopipe.tracing.source import Source
 from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths, with_tokens
 from autopipe.util.gc_pause import collector_paused
@@ -128,7 +128,7 @@ class Formulas:
 
     @property
     def total(self) -> Amounts:
-        """Of the whole model."""
+        """The sum over all nodes of the model."""
         return Amounts.sum(
             Amounts(*(part.count * dim for dim in part.each.row)) for part in self.parts
         )

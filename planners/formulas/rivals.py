@@ -23,7 +23,7 @@ from autopipe.planners.formulas.lengths import TracedAgain
 from autopipe.planners.model.estimate import PipelineDegrees
 from autopipe.planners.model.problem import Constraints, Problem
 from autopipe.rows.least_rows import least_rows, or_two
-from autopipe.tracing import user_checkpoints
+from autopipe.tracing.capture import user_checkpoints
 from autopipe.util.progress import Say, phase
 from autopipe.util.stopwatch import Stopwatch
 

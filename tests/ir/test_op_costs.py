@@ -19,7 +19,7 @@ from autopipe.ir.graph import BATCH, Ref, State, at_batch
 from autopipe.ir.op_costs import LIKE, RULES, costs, rule
 from autopipe.ir.op_seconds import roofs, seconds
 from autopipe.rewriting.loss_in_parts import in_parts
-from autopipe.tracing.low_precision import SixteenBits
+from autopipe.tracing.capture.low_precision import SixteenBits
 from tests.support.inprocess import traced
 from tests.support.staged import trace_model
 from tests.support.zoo import ZOO

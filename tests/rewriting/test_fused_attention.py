@@ -15,7 +15,7 @@ from autopipe.ir.graph import Graph, arguments
 from autopipe.report import facts
 from autopipe.rewriting.attentions import attentions
 from autopipe.rewriting.fused_attention import ATTENTION, fused
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from tests.support.inprocess import machine
 from tests.support.long import LONG
 from tests.support.staged import Step, staged_step, trace_model

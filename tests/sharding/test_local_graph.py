@@ -18,7 +18,7 @@ from autopipe.sharding.local_graph import shard_graph, shardable
 from autopipe.sharding.strategies import possible_in
 from autopipe.stages.lower import lower
 from autopipe.stages.rng import stream
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from tests.support import simulated
 from tests.support.long import chosen
 from tests.support.simulated import (

@@ -26,9 +26,10 @@ MAY_IMPORT = {
     "rewriting": "util planfile ir frontend sharding",
     "opaque.calls": "util planfile ir frontend eager",
     "opaque": "opaque.calls util planfile ir frontend eager rewriting",
-    "tracing": "util planfile ir frontend eager opaque.calls opaque rewriting",
+    "tracing.capture": "util planfile ir frontend eager opaque.calls opaque rewriting",
+    "tracing": "tracing.capture util planfile ir frontend eager opaque.calls opaque rewriting",
     "rows": "util planfile ir frontend rewriting tracing",
-    "stages": "util schedules planfile ir frontend tracing sharding rewriting rows",
+    "stages": "util schedules planfile ir frontend tracing.capture tracing sharding rewriting rows",
     "joint": "util planfile ir frontend tracing sharding stages",
     "emit": "util schedules planfile ir frontend tracing sharding rewriting stages",
     "planners.model": "util cluster schedules planfile",
@@ -38,24 +39,25 @@ MAY_IMPORT = {
     "runtime.parameters": "util planfile ir frontend tracing sharding stages",
     "runtime.checkpoint": "util planfile ir runtime.parameters",
     "runtime.script": "util planfile ir frontend eager tracing runtime.parameters",
-    "runtime.step": "util schedules planfile ir frontend sharding rewriting rows stages joint emit "
-    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script",
+    "runtime.step": "util schedules planfile ir frontend sharding rewriting rows stages joint "
+    "emit runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script",
     "runtime.probe": "util cluster sharding",
     "runtime.telemetry": "util schedules planfile report frontend",
-    "runtime": "util schedules planfile report ir frontend eager tracing sharding stages "
-    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script runtime.step "
-    "runtime.telemetry",
+    "runtime": "util schedules planfile report ir frontend eager tracing.capture tracing sharding "
+    "stages runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script "
+    "runtime.step runtime.telemetry",
     "planners.saved": "util ir stages joint planners.model",
     "planners.costs": "util cluster schedules planfile ir tracing sharding stages joint "
     "planners.model planners.search planners.saved",
-    "planners.driver": "util cluster schedules planfile report ir frontend eager tracing sharding "
-    "rewriting rows stages joint planners.model planners.search planners.costs runtime.probe",
-    "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing sharding "
-    "rewriting rows stages joint planners.model planners.search planners.saved planners.costs "
-    "planners.driver",
-    "checking": "util cluster schedules planfile ir frontend eager opaque.calls opaque tracing "
-    "sharding rewriting stages planners.driver runtime.launch runtime.parameters runtime.step "
-    "runtime",
+    "planners.driver": "util cluster schedules planfile report ir frontend eager tracing.capture "
+    "tracing sharding rewriting rows stages joint planners.model planners.search planners.costs "
+    "runtime.probe",
+    "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing.capture "
+    "tracing sharding rewriting rows stages joint planners.model planners.search planners.saved "
+    "planners.costs planners.driver",
+    "checking": "util cluster schedules planfile ir frontend eager opaque.calls opaque "
+    "tracing.capture tracing sharding rewriting stages planners.driver runtime.launch "
+    "runtime.parameters runtime.step runtime",
     "terminal": "util planfile frontend runtime.launch",
     "cli.running": "terminal util planfile report frontend runtime.launch runtime.checkpoint "
     "runtime.telemetry runtime.step runtime planners.driver",

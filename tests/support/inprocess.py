@@ -45,7 +45,8 @@ from autopipe.stages.dry_run import Rehearsal, rehearse
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import arithmetic
 from autopipe.stages.recompute import blocks_meant, within
-from autopipe.tracing.trace import Trace, trace
+from autopipe.tracing.trace import trace
+from autopipe.tracing.traced import Trace
 from tests.support.traces import kept
 from tests.support.zoo import ZOO, Batch
 

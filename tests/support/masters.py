@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.ir.torch_private import tree_map
-from autopipe.tracing.low_precision import WIDE
+from autopipe.tracing.capture.low_precision import WIDE
 from tests.support.zoo import Batch, Case
 
 

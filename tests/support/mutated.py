@@ -26,7 +26,7 @@ from autopipe.runtime.parameters import gradient_sum, hold, zero1
 from autopipe.runtime.step import engine, microbatches, pipe, stage
 from autopipe.sharding import collectives
 from autopipe.stages import precision, rng
-from autopipe.tracing import trace
+from autopipe.tracing import tracer
 
 SAMPLE = '''\
 """Whatever can be got wrong, in two layers: numbers [b, 6] -> logits [b, 6, 32]."""
@@ -156,12 +156,12 @@ def mutation(setup: str, name: str) -> Callable[[Mutation], Mutation]:
 
 @contextmanager
 def converted(change: Callable[[Graph], Graph]) -> Iterator[None]:
-    convert = trace.convert
+    convert = tracer.convert
 
     def changed(*args: Any, **kwargs: Any) -> Graph:
         return change(convert(*args, **kwargs))
 
-    with patch.object(trace, "convert", changed):
+    with patch.object(tracer, "convert", changed):
         yield
 
 

@@ -36,7 +36,8 @@ from autopipe.sharding.plan_io import read_back
 from autopipe.stages.dry_run import Known, Rehearsal, rehearse
 from autopipe.tracing import source, symbolic_sequence
 from autopipe.tracing.source import trace_source
-from autopipe.tracing.trace import Trace, trace
+from autopipe.tracing.trace import trace
+from autopipe.tracing.traced import Trace
 from tests.support import models, zoo
 from tests.support.inprocess import machine
 from tests.support.models import CLASSES, WIDTH

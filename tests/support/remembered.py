@@ -40,7 +40,7 @@ from autopipe.rewriting.for_gpus import of_gpus
 from autopipe.rows import loss_grouping, row_mixing
 from autopipe.stages.dry_run import Known, Rehearsal
 from autopipe.tracing.source import Source, bare, trace_source
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from tests.support.traces import kept
 from tests.support.zoo import ZOO
 

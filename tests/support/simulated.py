@@ -18,7 +18,7 @@ from autopipe.sharding.ilp import AxisCosts, Sharding, shard
 from autopipe.sharding.local_graph import shard_graph
 from autopipe.stages.lower import lower
 from autopipe.stages.rng import stream
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 
 RATES = {"fp32": 1e12, "bf16": 1e12}
 DEVICE = Device("made up", 2**30, RATES, 1e12, 1e-6, "made up for tests")

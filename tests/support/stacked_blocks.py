@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopipe.ir.fingerprint import fingerprint
-from autopipe.tracing import trace as tracing
-from autopipe.tracing.stubs import STAND_IN
+from autopipe.tracing import tracer as tracing
+from autopipe.tracing.capture.stubs import STAND_IN
 from tests.support.staged import trace_model
 
 

@@ -23,7 +23,8 @@ from autopipe.ir.partition import partition
 from autopipe.opaque.scripted import plain
 from autopipe.stages.lower import lower
 from autopipe.stages.rng import stream
-from autopipe.tracing.trace import Trace, trace
+from autopipe.tracing.trace import trace
+from autopipe.tracing.traced import Trace
 from tests.support.models import LENGTH
 from tests.support.traces import kept
 from tests.support.zoo import ZOO

@@ -8,7 +8,8 @@ import pytest
 
 from autopipe.frontend import batch
 from autopipe.frontend.construct import build_fake
-from autopipe.tracing.trace import Trace, trace
+from autopipe.tracing.trace import trace
+from autopipe.tracing.traced import Trace
 from tests.support import traces
 from tests.support.long import chosen
 from tests.support.staged import trace_model, traced

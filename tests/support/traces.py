@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 
 _Kept = TypeVar("_Kept")
 

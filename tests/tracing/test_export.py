@@ -11,7 +11,7 @@ from torch import nn
 
 from autopipe.errors import CaptureError
 from autopipe.frontend import batch as batches
-from autopipe.tracing.export import Program
+from autopipe.tracing.capture.program import Program
 from tests.support.autograd_functions import Double
 from tests.support.long import chosen
 from tests.support.staged import staged_step, trace_model

@@ -16,7 +16,7 @@ from autopipe.frontend import batch as batches
 from autopipe.frontend.construct import fake_copy
 from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import BATCH, Autocast, Ref, State
-from autopipe.tracing.exported_nodes import LOSS_SCOPE
+from autopipe.tracing.capture.exported_nodes import LOSS_SCOPE
 from autopipe.tracing.trace import trace
 from tests.support.inprocess import traced
 from tests.support.long import chosen

@@ -31,7 +31,7 @@ def model() -> nn.Module:
 
 
 WORKERS = {
-    "same modules": "autopipe.tracing.stubs.Span.again",
+    "same modules": "autopipe.tracing.capture.stubs.Span.again",
     "repeated costs": "autopipe.ir.repeats.leave_out",
     "repeated stages": "autopipe.joint.dry_run_repeats.leave_out",
 }

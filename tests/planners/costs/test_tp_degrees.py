@@ -21,7 +21,7 @@ from autopipe.planners.costs.tp_degrees import (
     degrees,
     sending_seconds,
 )
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.traced import Trace
 from tests.support.inprocess import machine
 from tests.support.staged import trace_model, traced
 

@@ -281,7 +281,7 @@ def test_a_question_that_makes_no_difference_is_none() -> None:
 def test_the_question_that_most_language_models_ask_costs_no_second_trace(monkeypatch) -> None:
     case = ZOO["llama"]
     assert trace_model(case.model(), case.inputs, case.loss).asks_for_one_row == ()
-    monkeypatch.setattr("autopipe.tracing.export.EXPANDS", ())
+    monkeypatch.setattr("autopipe.tracing.capture.program.EXPANDS", ())
     (place,) = trace_model(case.model(), case.inputs, case.loss).asks_for_one_row
     assert "masking_utils.py" in place
 

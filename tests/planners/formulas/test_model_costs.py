@@ -22,7 +22,7 @@ from autopipe.planners.costs.tp_degrees import as_first, as_one_rank, exchanges
 from autopipe.planners.formulas import model_costs
 from autopipe.planners.formulas.model_costs import Amounts, Formulas, cost_formulas
 from autopipe.planners.saved.observe import observe_saved
-from autopipe.tracing.low_precision import kept
+from autopipe.tracing.capture.low_precision import kept
 from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths
 from tests.support.models import LENGTH, VOCABULARY, WIDTH
 from tests.support.staged import traced_at

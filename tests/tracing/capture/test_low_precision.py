@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from autopipe.errors import CaptureError
 from autopipe.frontend.construct import fake_copy
-from autopipe.tracing.low_precision import SixteenBits, kept, parameters_in
+from autopipe.tracing.capture.low_precision import SixteenBits, kept, parameters_in
 from tests.support.staged import trace_model
 
 BF16 = torch.bfloat16

@@ -1,14 +1,15 @@
-"""Export a module and a batch with torch.export, taking the branches that eager execution takes.
+"""A model and its loss as one module, which is run to be looked at, and exported.
 
-Non-strict export in training IR: ops stay as the user's code calls them (`linear`, not `addmm` and
-`t`), batch norm stays in training, in-place ops stay in place. The number of rows is a symbol. The
-values that Python reads are recorded in a first run and replayed (`tracing.value_guards`).
+Program        the model, the batch, the loss; its forward takes the batch's tensors
+.regions       calls that are ops of the trace
+.found         what runs of it have found out (`Findings`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -20,16 +21,14 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopipe.eager import assigned_buffers, refused_effects, refused_modes
 from autopipe.eager.holders import Part
-from autopipe.eager.kept import left_by, restoring
+from autopipe.eager.kept import left_by
 from autopipe.eager.registered import AsRegistered, copies_are_values, leaving_modules_alone
-from autopipe.errors import CaptureError, ModelError
+from autopipe.errors import CaptureError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import refusals, user_lines
 from autopipe.frontend.construct import off_gpus, still_real
-from autopipe.frontend.loss import Loss, SumCount, note_lines, outputs_to_loss, plain_tree
-from autopipe.frontend.quiet import libraries_hushed
-from autopipe.frontend.transformers_adapter import EXPANDS, eager_branches, without_cache
-from autopipe.ir.graph import SEQUENCE
+from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss, plain_tree
+from autopipe.frontend.transformers_adapter import EXPANDS, without_cache
 from autopipe.ir.tensors import attributes_of
 from autopipe.ir.torch_patches import (
     averaging_by_tensors,
@@ -39,21 +38,51 @@ from autopipe.ir.torch_patches import (
     one_process,
     seeing_questions,
 )
-from autopipe.ir.torch_private import expression, quiet
+from autopipe.ir.torch_private import expression
 from autopipe.opaque import branches, packed, scripted
 from autopipe.opaque.calls.sites import with_loss
 from autopipe.opaque.regions import Running, as_ops
-from autopipe.planfile.parts import InputSpec, Read
+from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import LOSS
 from autopipe.rewriting import flex_attention
 from autopipe.rewriting.extremes import chosen_by_tensors
 from autopipe.rewriting.gpu_autocast import of_absent_gpus
-from autopipe.tracing.exported_nodes import keep_memory_order
-from autopipe.tracing.low_precision import SixteenBits, buffers_in, cast
-from autopipe.tracing.stubs import standing_in
-from autopipe.tracing.user_checkpoints import marking
-from autopipe.tracing.value_guards import replay
+from autopipe.tracing.capture.low_precision import SixteenBits, buffers_in, cast
 from autopipe.util import dims, dtypes
+
+
+@dataclass
+class Findings:
+    """What the runs of a program have found out about its model; each run adds some.
+
+    Attributes:
+        paths: the paths of the model's outputs.
+        assigned: pairs of a buffer that the model assigns and the module in whose call it does so.
+        by_loss: the same for a loss that is a module.
+        caches: the buffers that the model fills in its first run (`eager.assigned_buffers`).
+        unsteady: the plain attributes and caches that make a second run differ from the first.
+        asks_for_others: whether the model has asked for other processes, in the last run of it.
+        asks_for_gpus: the user's lines that have asked whether a tensor is on a GPU.
+        asks_for_one_row: the user's lines that have asked whether there is one row.
+        otherwise: the error if later runs read other values than the first; else None.
+        held_twice: whether forward reads parameters from unregistered places too.
+    """
+
+    held_twice: bool
+    paths: tuple[str, ...] = ()
+    assigned: set[tuple[str, str]] = field(default_factory=set)
+    by_loss: set[tuple[str, str]] = field(default_factory=set)
+    caches: set[str] = field(default_factory=set)
+    unsteady: tuple[str, ...] = ()
+    asks_for_others: bool = False
+    asks_for_gpus: set[str] = field(default_factory=set)
+    asks_for_one_row: set[str] = field(default_factory=set)
+    otherwise: CaptureError | None = None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The numbers of pairs in `assigned` and in `by_loss`, which grow as runs find some."""
+        return len(self.assigned), len(self.by_loss)
 
 
 class Program(nn.Module):
@@ -69,19 +98,7 @@ class Program(nn.Module):
 
     Attributes:
         regions: the calls that are ops of a trace (`opaque.regions`); set before a trace.
-
-    The others are findings, which runs of the program add:
-        paths: the paths of the model's outputs; set by the first run.
-        assigned: pairs of a buffer that the model assigns and the module in whose call it does so;
-            each run adds some.
-        by_loss: the same for a loss that is a module.
-        caches: the buffers that the model fills in its first run (`eager.assigned_buffers`).
-        unsteady: the plain attributes and caches that make a second run differ from the first.
-        asked_for_others: not empty if the model has asked whether there are other processes.
-        asks_for_gpus: the user's lines that have asked whether a tensor is on a GPU.
-        asks_for_one_row: the user's lines that have asked whether there is one row.
-        otherwise: the error if later runs read other values than the first; else None.
-        held_twice: whether forward reads parameters from unregistered places too.
+        found: what its runs have found out.
     """
 
     def __init__(
@@ -103,20 +120,12 @@ class Program(nn.Module):
         self._eager = eager
         self.model = model
         self.kept = kept
-        self.paths: tuple[str, ...] = ()
-        self.assigned: set[tuple[str, str]] = set()  # changed in place: export undoes what is set
-        self.by_loss: set[tuple[str, str]] = set()
-        self.caches: set[str] = set()
-        self.unsteady: tuple[str, ...] = ()
-        self.asked_for_others: Sequence[bool] = ()
-        self.asks_for_gpus: set[str] = set()
-        self.asks_for_one_row: set[str] = set()
-        self.otherwise: CaptureError | None = None
         self._given_twins = self.twins = twins
         self.regions: tuple[Running, ...] = ()
         self.lines_may_fix_rows = lines_may_fix_rows
         self._still_real = still_real(model)
-        self.held_twice = bool(self._still_real)
+        # One object, which runs change: export undoes what a run sets in a module.
+        self.found = Findings(held_twice=bool(self._still_real))
         self._registered = dict(model.named_parameters())
         self.specs = specs
         self.batch = batch
@@ -154,7 +163,7 @@ class Program(nn.Module):
                 return self._results(batch, args, kwargs)
         rows = self._rows(tensors)
         with (
-            self._either_way() as self.asked_for_others,
+            self._either_way(),
             as_ops(self.model, self.regions, rows),
             seeing_questions(partial(self._asked, rows)),
             leaving_modules_alone(),
@@ -169,7 +178,7 @@ class Program(nn.Module):
             branches.as_ops(self.model),
             packed.as_ops(),
             scripted.functions_op_by_op(),
-            self._as_registered() if self.held_twice else nullcontext(),
+            self._as_registered() if self.found.held_twice else nullcontext(),
         ):
             try:
                 return self._results(batch, args, kwargs)
@@ -177,11 +186,14 @@ class Program(nn.Module):
                 raise refusals.takes_a_number(user_lines.of_error(error)) from error
 
     @contextmanager
-    def _either_way(self) -> Iterator[list[bool]]:
-        """Within, what traces and eager runs share holds; gives the questions for other ranks."""
+    def _either_way(self) -> Iterator[None]:
+        """Within, what traces and eager runs share holds."""
         loss = with_loss(self.model, self.loss)
         with loss, one_process() as asked, not_compiling(), flex_attention.written_out():
-            yield asked
+            try:
+                yield
+            finally:
+                self.found.asks_for_others = bool(asked)
 
     def _asked(self, rows: Any, question: torch.SymBool, answer: bool, frame: FrameType) -> None:
         """Note the line of a question about the rows whose answer is another one for one row."""
@@ -196,7 +208,7 @@ class Program(nn.Module):
         except ZeroDivisionError:  # `1 / (b - 1) < 5`
             same = False
         if not same:
-            self.asks_for_one_row.add(user_lines.here(alone=True))
+            self.found.asks_for_one_row.add(user_lines.here(alone=True))
 
     def _as_registered(self) -> AsRegistered:
         return AsRegistered(self.model, self._registered, self._still_real)
@@ -216,7 +228,7 @@ class Program(nn.Module):
         if self._with_outputs:
             leaves = batches.flatten(plain_tree(outputs))
             given = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
-            self.paths = tuple(given)
+            self.found.paths = tuple(given)
             found += tuple(given.values())
         return found if len(found) > 1 else loss
 
@@ -241,25 +253,22 @@ class Program(nn.Module):
         if self._eager:
             yield
             return
-        with assigned_buffers.written(self.model, dict(sorted(self.assigned))) as writes:
+        found = self.found
+        with assigned_buffers.written(self.model, dict(sorted(found.assigned))) as writes:
             yield
-        self.assigned |= {*writes.states.items()}
-        self.caches |= writes.caches
+        found.assigned |= {*writes.states.items()}
+        found.caches |= writes.caches
 
     @contextmanager
     def _buffers_written_by_loss(self) -> Iterator[None]:
         if self._eager or not isinstance(self.loss, nn.Module):
             yield
             return
-        with assigned_buffers.written(self.loss, dict(sorted(self.by_loss))) as writes:
+        found = self.found
+        with assigned_buffers.written(self.loss, dict(sorted(found.by_loss))) as writes:
             yield
-        self.by_loss |= {*writes.states.items()}
-        self.caches |= {f"loss.{name}" for name in writes.caches}
-
-    @property
-    def all_assigned(self) -> tuple[int, int]:
-        """The number of buffers that are known to be assigned."""
-        return len(self.assigned), len(self.by_loss)
+        found.by_loss |= {*writes.states.items()}
+        found.caches |= {f"loss.{name}" for name in writes.caches}
 
     def refusal(self, error: Exception) -> CaptureError:
         """The `CaptureError` or `ModelError` for an error that a run of the model raised."""
@@ -268,81 +277,6 @@ class Program(nn.Module):
         return refusals.of_its_own(error, self.loss, entries, low)
 
 
-def capture(
-    program: Program,
-    leaves: Mapping[str, Any],
-    specs: Sequence[InputSpec],
-    *,
-    reads: Sequence[Read],
-    alike: Mapping[str, str],
-    symbolic: bool = True,
-) -> torch.export.ExportedProgram:
-    """Export `program`, whose parameters are fake, on the example batch `leaves`.
-
-    Args:
-        reads: the recorded reads of a run (`looks.look`).
-        alike: path of each module replaced by a stub -> path of its equal (`tracing.stubs`).
-        symbolic: whether dims given as text in the specs become symbols, or the example's sizes.
-
-    Raises:
-        CaptureError: torch.export cannot capture the model; the message names the user's line.
-    """
-    tensors = tensors_of(leaves, specs)
-    described = [spec for spec in specs if spec.dtype != "python"]
-    dims = tuple(_dynamic(*pair) for pair in zip(described, tensors, strict=True))
-    # Export warns of what autopipe handles: attributes set in forward, LSTM's flat weights.
-    with eager_branches(), libraries_hushed(heard=False), quiet():
-
-        def export() -> torch.export.ExportedProgram:
-            standing, first = standing_in(program.model, alike), restoring(*program.parts)
-            with first, torch.random.fork_rng(devices=[]), replay(reads), marking(), standing:
-                return torch.export.export(
-                    program,
-                    tuple(tensors),
-                    strict=False,
-                    dynamic_shapes=(dims,) if symbolic else None,
-                )
-
-        note_lines(program.loss)
-        known = program.all_assigned
-        try:
-            found = export()
-            found = found if program.all_assigned == known else export()
-            keep_memory_order(found.graph_module)
-            return found
-        except ModelError:
-            raise
-        except Exception as error:  # export raises whatever the model's own code raises
-            if refusals.fixes_rows(error):
-                raise refusals.fixed_rows(
-                    export, program.model, lines=program.lines_may_fix_rows
-                ) from error
-            raise refusals.in_a_trace(error, program.loss) from error
-
-
 def _states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def tensors_of(leaves: Mapping[str, Any], specs: Sequence[InputSpec]) -> list[Tensor]:
-    """The batch's tensors; a tensor that occurs twice is copied. Export would merge the two into
-    one input of the graph: labels would become tokens."""
-    return [leaves[spec.path].detach().clone() for spec in specs if spec.dtype != "python"]
-
-
-def _dynamic(spec: InputSpec, tensor: Tensor) -> dict[int, Any]:
-    """The dynamic shapes of a tensor for export: each dim is a symbol, a multiple of one, or fixed.
-
-    A sequence is at most as long as the example's: many models hold a table of that many positions.
-    """
-    found = {}
-    for number, entry in enumerate(spec.shape):
-        if isinstance(entry, str):
-            factor, symbol = sympy.sympify(dims.parse(entry)).as_coeff_Mul()
-            if symbol == SEQUENCE:
-                known = torch.export.Dim("sequence", max=tensor.shape[number])
-            else:
-                known = torch.export.Dim("rows")
-            found[number] = known if factor == 1 else int(factor) * known
-    return found

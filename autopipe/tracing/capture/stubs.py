@@ -30,7 +30,7 @@ from autopipe.ir.graph import Node, Ref, State, Value
 from autopipe.ir.torch_private import expression, storage_key
 from autopipe.opaque.calls.trees import distinct_tensors, parts_of, whole_of
 from autopipe.rewriting.checkpoint_calls import like, moved
-from autopipe.tracing.module_makes import modes
+from autopipe.tracing.capture.module_makes import modes
 
 BEGIN = "autopipe.begin.default"
 END = "autopipe.end.default"

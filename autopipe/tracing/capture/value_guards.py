@@ -33,11 +33,7 @@ from autopipe.eager.taint import Taint
 from autopipe.errors import AutopipeError, CaptureError, ModelError, Uncaptured
 from autopipe.frontend import refusals, user_lines
 from autopipe.ir.tensors import of_unknown_size, tensors_in
-from autopipe.ir.torch_private import (
-    DataDependentOutputException,
-    is_fake,
-    lists_as_one_read,
-)
+from autopipe.ir.torch_private import DataDependentOutputException, is_fake, lists_as_one_read
 from autopipe.opaque.custom_functions import as_ops
 from autopipe.planfile.parts import Read
 

@@ -13,7 +13,7 @@ from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.report import explain
 from autopipe.stages.lower import lower
-from autopipe.tracing import user_checkpoints
+from autopipe.tracing.capture import user_checkpoints
 from tests.support import odd_models
 from tests.support.inprocess import machine
 from tests.support.staged import split, trace_model

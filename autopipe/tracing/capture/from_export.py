@@ -50,7 +50,7 @@ from autopipe.ir.torch_private import expression, formal_arguments, storage_key
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import InputSpec
 from autopipe.rewriting.projections import with_projections
-from autopipe.tracing.exported_nodes import (
+from autopipe.tracing.capture.exported_nodes import (
     check_op,
     check_statistics,
     constant_of,
@@ -65,8 +65,8 @@ from autopipe.tracing.exported_nodes import (
     scopes_of,
     with_copies_beside,
 )
-from autopipe.tracing.stubs import BEGIN, END, STAND_IN, Span
-from autopipe.tracing.user_checkpoints import GRAD, MARK
+from autopipe.tracing.capture.stubs import BEGIN, END, STAND_IN, Span
+from autopipe.tracing.capture.user_checkpoints import GRAD, MARK
 from autopipe.util import dims
 
 _DROPPED = "aten._assert", "aten.sym_constrain_range", "aten._functional_assert"
@@ -115,7 +115,7 @@ class _Converter:
         lent: kind and name of the states of twins, by storage.
         ordinals: how many nodes have each scope and op.
         symbols: export's symbols for sizes -> those of the batch's description.
-        spans: the nodes of each block that others equal (`tracing.stubs`), by number.
+        spans: the nodes of each block that others equal (`tracing.capture.stubs`), by number.
         again: the text of the user's checkpoint around the next nodes; "": none.
         grad: "on" or "off", if a mark has said so of the next nodes' gradients.
     """

@@ -16,9 +16,9 @@ from autopipe.frontend.construct import fake_copy
 from autopipe.ir import torch_private
 from autopipe.ir.graph import READ_OP
 from autopipe.planfile.parts import Read
+from autopipe.tracing.capture.value_guards import check
 from autopipe.tracing.source import parameter_bytes, trace_source
 from autopipe.tracing.trace import trace
-from autopipe.tracing.value_guards import check
 from autopipe.util import host_memory
 from tests.support.staged import lowered, one_micro_batch, trace_model
 

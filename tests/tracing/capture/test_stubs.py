@@ -12,11 +12,11 @@ from torch import nn
 
 from autopipe.errors import CaptureError
 from autopipe.frontend.construct import fake_copy
-from autopipe.tracing import trace as tracing
-from autopipe.tracing.low_precision import SixteenBits
+from autopipe.tracing import tracer as tracing
+from autopipe.tracing.capture.low_precision import SixteenBits
+from autopipe.tracing.capture.stubs import BlocksDiffer
 from autopipe.tracing.module_calls import ModuleCall
 from autopipe.tracing.same_modules import Likeness
-from autopipe.tracing.stubs import BlocksDiffer
 from tests.support.stacked_blocks import Block, Buffered, Stack, assert_same, inputs, mean, traces
 from tests.support.staged import trace_model
 from tests.support.zoo import ZOO
