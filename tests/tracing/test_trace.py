@@ -15,13 +15,14 @@ from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.construct import fake_copy
 from autopipe.ir.fingerprint import fingerprint
-from autopipe.ir.graph import BATCH, Autocast, Ref, State
+from autopipe.ir.graph import BATCH, Ref, State
 from autopipe.tracing.capture.exported_nodes import LOSS_SCOPE
 from autopipe.tracing.trace import trace
 from tests.support.inprocess import traced
 from tests.support.long import chosen
-from tests.support.staged import differences, eager_step, staged_step, trace_model
-from tests.support.zoo import ZOO, Case
+from tests.support.row_graphs import graph_of, node, ops
+from tests.support.staged import trace_model
+from tests.support.zoo import ZOO
 
 
 class Tiny(nn.Module):
@@ -35,27 +36,6 @@ class Tiny(nn.Module):
         for layer in self.layers:
             x = F.relu(layer(x).view(x.shape[0] * 2, -1)).view_as(x)
         return x
-
-
-def rows(*shape):
-    """Batches of one tensor x [b, *shape]."""
-    return lambda b: {"x": torch.arange(float(b * torch.Size(shape).numel())).view(b, *shape)}
-
-
-def mean(outputs, batch):
-    return outputs.mean()
-
-
-def graph_of(model, inputs=None, loss=mean, **options):
-    return trace_model(model, inputs or rows(4), loss, **options).graph
-
-
-def node(graph, name):
-    return graph.nodes[graph.index[name]]
-
-
-def ops(graph):
-    return [n.short for n in graph.nodes]
 
 
 def unwrapped(text):
@@ -220,114 +200,6 @@ def test_what_the_loss_computes_is_in_a_scope_of_its_own():
         f"{LOSS_SCOPE}/sum/0",
     ]
     assert graph.outputs == (Ref("loss()/cross_entropy_loss/0"), Ref("loss()/sum/0"))
-
-
-# Regions.
-
-
-class Regions(nn.Module):
-    """no_grad within grad within no_grad, and a factor made from a weight inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        with torch.no_grad():
-            outer = self.first(x)
-            with torch.enable_grad():
-                inner = self.second(x)
-            scale = self.second.weight.abs().sum()
-        return outer + inner * scale
-
-
-REGIONS = Case(Regions, rows(4), mean)
-
-
-def test_no_grad_regions_are_marks_on_nodes():
-    marks = {n.name: n.grad for n in graph_of(Regions()).nodes}
-    assert marks == {
-        "first/linear/0": False,
-        "second/linear/0": True,
-        "abs/0": False,
-        "sum/0": False,
-        "mul/0": True,
-        "add/0": True,
-        "loss()/mean/0": True,
-    }
-
-
-@pytest.mark.sweep(of=4)
-@pytest.mark.parametrize("cuts", [[], ["second/linear/0"], ["abs/0"], ["mul/0"]])
-def test_what_no_grad_computes_from_a_weight_carries_no_gradient(cuts):
-    found = trace_model(REGIONS.model(), REGIONS.inputs, mean)
-    batch = REGIONS.inputs(4)
-    split = staged_step(REGIONS.model(), found, batch, cuts, 2)
-    assert split.gradients["first.weight"] is None
-    assert differences(split, eager_step(REGIONS, found, batch, 2)) == []
-
-
-class HandedBack(nn.Module):
-    """Under no_grad, ops that return their argument as it is, of a value and of a weight; views do
-    not, and cut the gradient off. Nothing is trained through what a router only ranks by."""
-
-    def __init__(self):
-        super().__init__()
-        self.router, self.first, self.second = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x):
-        x = self.first(x)
-        with torch.no_grad():
-            ranked = (x.to(torch.float32) @ self.second.weight.float()).contiguous()
-            order = self.router(F.dropout(ranked, training=False)).argmax(-1, keepdim=True)
-            same, part = x.contiguous(), x[:]
-        return self.second(x).gather(-1, order) + same * part
-
-
-def test_what_an_op_hands_back_under_no_grad_keeps_its_gradient():
-    """As an indexer of sparse attention casts the layer's input to the dtype that it has."""
-    case = Case(HandedBack, rows(4), mean)
-    found = trace_model(case.model(), case.inputs, mean)
-    ranking = ["matmul/0", "router/linear/0", "argmax/0", "slice/0"]
-    assert [n.name for n in found.graph.nodes if not n.grad] == ranking
-    whole = eager_step(case, found, case.inputs(4), 2)
-    for cuts in ([], ["argmax/0"], ["second/linear/0"]):
-        split = staged_step(case.model(), found, case.inputs(4), cuts, 2)
-        assert differences(split, whole) == []
-
-
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            x = self.first(x)
-            with torch.autocast("cpu", enabled=False):
-                x = self.second(x.float())
-            return self.first(x).float()
-
-
-MIXED = Case(Mixed, rows(4), mean)
-
-
-def test_autocast_regions_are_marks_on_nodes():
-    graph = graph_of(Mixed())
-    low = Autocast("cpu", torch.bfloat16, True)
-    assert node(graph, "first/linear/0").autocast == low
-    assert node(graph, "second/linear/0").autocast.enabled is False
-    assert node(graph, "first@1/linear/0").autocast == low
-    assert node(graph, "loss()/mean/0").autocast is None
-    assert node(graph, "first/linear/0").outputs[0].dtype is torch.bfloat16
-
-
-def test_autocast_regions_compute_what_eager_computes():
-    found = trace_model(MIXED.model(), MIXED.inputs, mean)
-    batch = MIXED.inputs(4)
-    split = staged_step(MIXED.model(), found, batch, ["second/linear/0"], 2)
-    # first.weight is cast in two stages, so its gradient is rounded to bfloat16 in two parts.
-    assert differences(split, eager_step(MIXED, found, batch, 2), tolerance=1e-2) == []
 
 
 # What goes in and comes out.
