@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from autopipe.frontend.loss import Loss
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.checkpoint import trained
@@ -14,6 +16,7 @@ from autopipe.runtime.cut_again import split_at_length, split_to_evaluate, trace
 from autopipe.runtime.parameters.hold import hold
 from autopipe.runtime.parameters.materialize import Origin
 from autopipe.runtime.script.clipping import Clipping
+from autopipe.runtime.script.stale import check_fresh
 from autopipe.runtime.script.unmoved import Unmoved
 from autopipe.runtime.start import (
     check_plan,
@@ -64,9 +67,11 @@ def parallelize(
         PlanError: the plan was made for another model (names the first node that differs), or with
             another loss.
         ModelError: the model cannot be captured; or a parameter's values are missing, or differ
-            between ranks.
+            between ranks, or are not those that another pipe has trained.
         ScheduleError: the programs in `emitted` would wait for each other, or are incomplete.
     """
+    if isinstance(model, nn.Module) and weights is None:
+        check_fresh(model)
     checked = check_plan(plan, loss, emitted)
     plan, sharding = checked.plan, checked.sharding
     joined = join(plan)

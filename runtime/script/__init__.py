@@ -6,5 +6,5 @@ let be where a rank's part does the same, and refused where it would train or sh
 
 Never found here: a step.
 
-Other rooms use: `unmoved.Unmoved`, `clipping.Clipping`, `around.check_around`.
+Other rooms use: `unmoved.Unmoved`, `clipping.Clipping`, `around.check_around`, `stale.check_fresh`.
 """

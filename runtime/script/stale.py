@@ -1,19 +1,24 @@
-"""Refuses to call or to save a module of which this rank trains parts or copies.
+"""Refuses to call, to save or to train again a module of which this rank trains parts or copies.
 
     pipe.step(batch); optimizer.step()
     model(x)                                weights of other ranks, or all, as they began
     torch.save(model.state_dict(), file)    the same
+    autopipe.parallelize(model, other_plan) the same
 
 Plain PyTorch has the trained ones there. `model.load_state_dict` puts them there.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from torch import nn
 
 from autopipe.errors import ModelError
+
+_STALE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules whose weights are not the trained ones."""
 
 
 class Stale:
@@ -23,7 +28,7 @@ class Stale:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._trains = False
+        self._model = weakref.ref(model)
         model.register_forward_pre_hook(self._read)
         # torch gives these two no types
         model.register_state_dict_pre_hook(self._saved)  # type: ignore[no-untyped-call]
@@ -31,18 +36,19 @@ class Stale:
 
     def note(self) -> None:
         """A step has run: from now on the module's weights are not the trained ones."""
-        self._trains = True
+        if (model := self._model()) is not None:
+            _STALE.add(model)
 
     def _read(self, *_: object) -> None:
-        if self._trains:
-            raise _refusal()
+        if (model := self._model()) is not None:
+            check_fresh(model)
 
     def _saved(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars:  # with it, it gives the parameters themselves, as `parameters` does
             self._read()
 
-    def _loaded(self, *_: object) -> None:
-        self._trains = False
+    def _loaded(self, model: nn.Module, keys: object) -> None:
+        _STALE.discard(model)
 
     def __deepcopy__(self, memo: object) -> Stale:
         """What a copy of the module has: hooks that do nothing."""
@@ -58,10 +64,17 @@ def _of_copy() -> Stale:
     return Stale(nn.Module())
 
 
-def _refusal() -> ModelError:
-    return ModelError(
-        "the module itself was called or saved after training has begun: its weights are not those "
-        "that are trained, of which this rank has parts or copies",
-        hint="pipe.evaluate(batch, outputs=True) gives its outputs, and "
-        "pipe.save('model.safetensors') writes it, for model.load_state_dict to read",
-    )
+def check_fresh(model: nn.Module) -> None:
+    """Look at a module whose weights are about to be read.
+
+    Raises:
+        ModelError: this rank has trained parts or copies of them.
+    """
+    if model in _STALE:
+        raise ModelError(
+            "the module itself was called, saved or given to another pipe after training has "
+            "begun: its weights are not those that are trained, of which this rank has parts or "
+            "copies",
+            hint="pipe.evaluate(batch, outputs=True) gives its outputs, and "
+            "pipe.save('model.safetensors') writes it, for model.load_state_dict to read",
+        )

@@ -59,7 +59,7 @@ def the_module_itself() -> None:
     pipe.step(batch)
     optimizer.step()
     for read in (lambda: model(batch["input"]), model.state_dict):
-        with refused(ModelError, "called or saved after training has begun", "pipe.evaluate"):
+        with refused(ModelError, "called, saved or given to another", "pipe.evaluate"):
             read()
     _, outputs = pipe.evaluate(batch, outputs=True)
     model.load_state_dict(pipe.state_dict())
