@@ -22,6 +22,7 @@ from autopipe.ir.torch_private import version
 from autopipe.planfile.parts import Place
 from autopipe.planfile.placements import I, Sharding
 from autopipe.runtime.parameters.gradient_sum import Gradients, multiply, total_norm
+from autopipe.runtime.script.copied import some_of
 
 SAMPLED, OF = 256, 4
 """So many entries of so many gradients tell whether a script has scaled all of them alike."""
@@ -131,8 +132,7 @@ def _states(gradients: Iterable[Tensor]) -> list[tuple[int, int]]:
 def _some(gradients: Iterable[Tensor]) -> Tensor:
     """Some entries of the largest gradients, float32."""
     largest = sorted(gradients, key=Tensor.numel)[-OF:]
-    flat = (one.detach().reshape(-1) for one in largest)
-    return torch.cat([one[:: max(1, one.numel() // SAMPLED)].float() for one in flat])
+    return torch.cat([some_of(one, SAMPLED).float() for one in largest])
 
 
 def _factor(before: Tensor | None, after: Tensor, rounding: float) -> float:

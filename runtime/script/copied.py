@@ -112,5 +112,12 @@ def _look(tensor: Tensor | None, place: _Weight) -> Sight:
 
 def look_at(tensor: Tensor) -> Sight:
     """The tensor, the number of writes to it, and some of its elements."""
-    flat = tensor.detach().reshape(-1)
-    return Sight(tensor, version(tensor), flat[:: max(1, flat.numel() // LOOKED_AT)].clone())
+    return Sight(tensor, version(tensor), some_of(tensor, LOOKED_AT).clone())
+
+
+def some_of(tensor: Tensor, count: int) -> Tensor:
+    """About so many elements of a tensor, evenly taken in the order of its memory: a view."""
+    dims = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    flat = tensor.detach().permute(dims).reshape(-1)
+    # An odd step: one that divides a row would see the same column of each.
+    return flat[:: flat.numel() // count | 1]
