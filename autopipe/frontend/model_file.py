@@ -38,7 +38,6 @@ from autopipe.frontend.optimizer import (
     takes_names,
     without_names,
 )
-from autopipe.frontend.user_module import OF_FILES as OF_FILES
 from autopipe.frontend.user_module import UserModule, imported
 from autopipe.planfile.contents import LOSS_OVER, ROWS, Plan
 from autopipe.util import seeding

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import ModelError
 from autopipe.frontend.loss import Loss
-from autopipe.frontend.model_file import OF_FILES
+from autopipe.frontend.user_module import OF_FILES
 from autopipe.ir.fingerprint import fingerprint, first_difference
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.script.between import Between, MovedValue
