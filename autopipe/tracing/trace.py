@@ -31,7 +31,7 @@ from autopipe.planfile.regions import Region
 from autopipe.rewriting.second_writes import with_own_results, with_second_writes
 from autopipe.tracing.export import Program, capture, tensors_of
 from autopipe.tracing.from_export import convert
-from autopipe.tracing.looks import DtypesDiffer, Others, glance, look
+from autopipe.tracing.looks import DtypesDiffer, Others, Within, glance, look
 from autopipe.tracing.low_precision import (
     Meetings,
     SixteenBits,
@@ -254,14 +254,10 @@ class _Tracing:
     def replayed(self, reads: Sequence[Read]) -> Trace:
         """The trace with an earlier one's reads."""
         self.use(self.regions)
-        glanced = partial(glance, self.program, self.leaves, self.specs)
-        return self.with_stand_ins(reads, alike_if_read(self.program.model, glanced, reads))
+        return self.with_stand_ins(reads, alike_if_read(self.program.model, self.glanced, reads))
 
     def with_stand_ins(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
-        """Try to export with stubs for equal modules; fall back to a full export.
-
-        Only a refusal of the capture leads to the second trace; any other error is a bug.
-        """
+        """Try to export with stubs for equal modules; a refusal leads to a full export."""
         if alike:
             try:
                 return self.export(reads, alike)
@@ -275,17 +271,20 @@ class _Tracing:
         self, real: Callable[[], nn.Module] | None, *, numbers: bool = False
     ) -> tuple[tuple[Read, ...], Mapping[str, str]]:
         """The values that Python reads in a run, and the modules that are alike."""
+        what = self.program, self.leaves, self.specs
         looked = partial(
             look,
-            self.program,
-            self.leaves,
-            self.specs,
+            *what,
             others=self.others,
             real=real,
             numbers=numbers,
             dtypes_first=self.dtypes_first,
         )
-        return with_alike(self.program.model, looked)
+        return with_alike(self.program.model, looked, partial(self.glanced, numbers=numbers))
+
+    def glanced(self, within: Within, *, numbers: bool = False) -> tuple[Read, ...]:
+        """The values that Python reads in one run."""
+        return glance(self.program, self.leaves, self.specs, within, numbers=numbers)
 
     def meetings(self) -> list[str]:
         """The fp32 buffers that meet activations of 16 bits in a run, which may end early."""
@@ -293,7 +292,7 @@ class _Tracing:
             return []
         found = Meetings(self.program.model, self.kept.dtype)
         with suppress(Exception), parameters_in(self.program.model, self.kept):
-            glance(self.program, self.leaves, self.specs, lambda: found)
+            self.glanced(lambda: found)
         return [name for name in found.names() if name not in self.kept.buffers]
 
     def captured(
