@@ -132,6 +132,8 @@ class Measuring:
                 in attributes of modules.
         """
         attributes = [vars(module) for module in eager.modules()]
+        kept = holders_of(*eager.parts) if put_back else []
+        elsewhere = [h for h in kept if not any(h.entries is a for a in attributes)]
         inside, names = [""], dict[str, None]()
         around = CallsAround(lambda: inside[-1])
 
@@ -141,8 +143,6 @@ class Measuring:
                 if call.site not in put_back:
                     result = call.run(*args, **kwargs)
                 else:
-                    kept = holders_of(*eager.parts)
-                    elsewhere = [h for h in kept if not any(h.entries is a for a in attributes)]
                     with restoring_kept(elsewhere) as changed:
                         result = copy_context().run(call.run, *args, **kwargs)
                         names.update(dict.fromkeys(changed()))
