@@ -95,6 +95,10 @@ class DrawnBranch(Uncaptured):
     """Random numbers of torch's decide which branch Python takes."""
 
 
+class OtherCalls(CaptureError):
+    """A second call of the model on the same rows makes other calls of torch."""
+
+
 class RowsFixed(Uncaptured):
     """A trace holds for some numbers of rows alone."""
 

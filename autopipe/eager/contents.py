@@ -1,4 +1,5 @@
-"""Two views of a value that a model keeps: its content, to put back, and its measure, to count.
+"""Views of a value that a model keeps: its content, to put back, and its measure, to count; and of
+a container its entries, live.
 
 The content is what may change while the value stays the same object; the measure is a number (or
 a tuple of numbers) that grows if the model counts with the value.
@@ -22,8 +23,9 @@ import operator
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, MutableMapping
 from contextlib import suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -190,3 +192,85 @@ def _is_array(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.number)
+
+
+# What is in a container, by position or key: setting an entry sets it there
+
+
+class ListItems(MutableMapping[Any, Any]):
+    """The items of a list by position."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._items[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self._items[place] = value
+
+    def __delitem__(self, place: Any) -> None:
+        del self._items[place]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(len(self._items)))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class DictEntries(MutableMapping[Any, Any]):
+    """The entries of a dict, read and written without a user's class's own code."""
+
+    def __init__(self, entries: dict[Any, Any]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict.__getitem__(self._entries, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        dict.__setitem__(self._entries, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        dict.__delitem__(self._entries, key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*dict.keys(self._entries)])
+
+    def __len__(self) -> int:
+        return dict.__len__(self._entries)
+
+
+class TupleItems(ListItems):
+    """The items of a tuple, which cannot be set."""
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        pass
+
+    def __delitem__(self, place: Any) -> None:
+        pass
+
+
+class InContext(MutableMapping[Any, Any]):
+    """The value of a context variable, under one key; none if it has neither value nor default."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self._variable = variable
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._variable.get()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._variable.set(value)
+
+    def __delitem__(self, key: Any) -> None:
+        """Do nothing: a variable that has got its first value cannot lose it again."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(["value"][: len(self)])
+
+    def __len__(self) -> int:
+        return int(self._variable.get(_MISSING) is not _MISSING)
+
+
+_MISSING = object()

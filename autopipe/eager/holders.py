@@ -6,6 +6,7 @@ Net.step += 1                   attributes of a class
 global STEP; STEP += 1          globals of the file that defines a class
 nonlocal step; step += 1        variables that a method closes over, attributes and defaults of
                                 it; the same of a function in an attribute
+STEP.set(STEP.get() + 1)        a context variable at any of these places, a threading.local
 next(self.ids)                  an iterator at any of these places (`eager.iterators`)
 
 What changes elsewhere (a clock, bytes) is found by a second run (`second_run.check_unseen`).
@@ -14,21 +15,25 @@ What changes elsewhere (a clock, bytes) is found by a second run (`second_run.ch
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from autopipe.eager import contents
 from autopipe.eager.contents import CONTAINERS, MOST, MOST_ELEMENTS
 from autopipe.eager.frozen import FIXED, INTERNAL, VALUES
 from autopipe.eager.iterators import Rewindable
 from autopipe.frontend.loss import used_by
+from autopipe.frontend.user_lines import codes_in
 from autopipe.ir.tensors import attributes_of
 from autopipe.ir.torch_private import is_fake
 
@@ -109,7 +114,7 @@ def holders_of(*parts: Part) -> list[Holder]:
         found = {**of_part, **found}  # the model's names come first
     functions = [used for part in parts for used in used_by(part) if isinstance(used, FunctionType)]
     modules = [module for model in models for module in model.modules()]
-    found |= _of_code(modules, {function.__module__ for function in functions})
+    found |= _of_code(modules, functions)
     pending = [(holder, DEPTH) for holder in found.values()]
     while pending:
         holder, depth = pending.pop()
@@ -139,11 +144,12 @@ def _of_loss(loss: Callable[..., Any]) -> dict[int, Holder]:
     return {id(state): Holder(type(target).__qualname__, state)} if isinstance(state, dict) else {}
 
 
-def _of_code(modules: Sequence[nn.Module], files: set[str]) -> dict[int, Holder]:
-    """Holders of the modules' classes, of files, and of the functions in both."""
+def _of_code(modules: Sequence[nn.Module], used: Sequence[FunctionType]) -> dict[int, Holder]:
+    """Holders of the modules' classes, of the files of code, and of the functions in both."""
     found: dict[int, Holder] = {}
     kinds = dict.fromkeys(base for module in modules for base in type(module).__mro__)
-    files = {file for file in files | {kind.__module__ for kind in kinds} if not _foreign(file)}
+    files = {code.__module__ for code in (*used, *kinds) if not _foreign(code.__module__)}
+    files |= _files_named([*used, *_functions_of(kinds)])
     for file in sorted(files & sys.modules.keys()):
         namespace = vars(sys.modules[file])
         found[id(namespace)] = Holder(file, namespace, shared=True)
@@ -157,6 +163,45 @@ def _of_code(modules: Sequence[nn.Module], files: set[str]) -> dict[int, Holder]
             for value in list(vars(kind).values()):
                 found |= _of_function(value)
     return found
+
+
+def _functions_of(kinds: Iterable[type]) -> Iterator[FunctionType]:
+    """The methods of classes."""
+    values = (value for kind in kinds for value in list(vars(kind).values()))
+    plain = (getattr(value, "__func__", value) for value in values)
+    yield from (value for value in plain if isinstance(value, FunctionType))
+
+
+def _files_named(functions: Sequence[FunctionType]) -> set[str]:
+    """The user's other files that code refers to: `schedule.STEP`, `next_step()`, `COUNTER.tick()`.
+
+    Files of installed packages are none of these: their caches and counts are their own matter.
+    """
+    pending, seen, files = [f for f in functions if _is_users(f.__module__)], set[Any](), set[str]()
+    while pending:
+        function = pending.pop()
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        names = {name for code in codes_in(function.__code__) for name in code.co_names}
+        named = [function.__globals__[name] for name in names if name in function.__globals__]
+        of_files = [value for value in named if isinstance(value, ModuleType)]
+        files |= {value.__name__ for value in of_files if _is_users(value.__name__)}
+        named += [vars(file)[name] for file in of_files for name in names if name in vars(file)]
+        kinds = [value if isinstance(value, type) else type(value) for value in named]
+        called = [value for value in named if isinstance(value, FunctionType)]
+        called += _functions_of(kind for kind in kinds if _is_users(kind.__module__))
+        pending += [f for f in called if _is_users(f.__module__)]
+        files |= {f.__module__ for f in called if _is_users(f.__module__)}
+    return files
+
+
+def _is_users(file: str | None) -> bool:
+    """Whether a file is the user's own, no installed package's."""
+    path = getattr(sys.modules.get(file or ""), "__file__", None)
+    installed = any(folder in str(path) for folder in ("site-packages", "dist-packages"))
+    own = not _foreign(file or "") and (file or "").partition(".")[0] != "autopipe"
+    return bool(path) and own and not installed
 
 
 def _below(holder: Holder) -> dict[int, Holder]:
@@ -210,11 +255,15 @@ def _inside(value: Any, *, shared: bool) -> MutableMapping[Any, Any] | None:
     if isinstance(value, list | dict):
         if len(value) > MOST or (shared and type(value) not in CONTAINERS):
             return None
-        return _Entries(value) if isinstance(value, dict) else _Items(value)
+        return contents.DictEntries(value) if isinstance(value, dict) else contents.ListItems(value)
     if isinstance(value, tuple):
         items = tuple.__getitem__(value, slice(None))  # a class may have no length of its own
         plain = len(items) > MOST or all(isinstance(item, _PLAIN) for item in items)
-        return None if plain else _Fixed(items)
+        return None if plain else contents.TupleItems(items)
+    if isinstance(value, ContextVar):
+        return contents.InContext(value)
+    if isinstance(value, threading.local):
+        return value.__dict__  # of this thread
     foreign = shared and _foreign(type(value).__module__) and not isinstance(value, _OF_PYTHON)
     if foreign or isinstance(value, (*_PASSED, set, frozenset, Rewindable)):
         return None
@@ -294,57 +343,3 @@ class _Cells(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._cells)
-
-
-class _Items(MutableMapping[Any, Any]):
-    """The items of a list by position."""
-
-    def __init__(self, items: Any) -> None:
-        self._items = items
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._items[place]
-
-    def __setitem__(self, place: Any, value: Any) -> None:
-        self._items[place] = value
-
-    def __delitem__(self, place: Any) -> None:
-        del self._items[place]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(len(self._items)))
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
-class _Entries(MutableMapping[Any, Any]):
-    """The entries of a dict, read and written without a user's class's own code."""
-
-    def __init__(self, entries: dict[Any, Any]) -> None:
-        self._entries = entries
-
-    def __getitem__(self, key: Any) -> Any:
-        return dict.__getitem__(self._entries, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        dict.__setitem__(self._entries, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        dict.__delitem__(self._entries, key)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([*dict.keys(self._entries)])
-
-    def __len__(self) -> int:
-        return dict.__len__(self._entries)
-
-
-class _Fixed(_Items):
-    """The items of a tuple, which cannot be set."""
-
-    def __setitem__(self, place: Any, value: Any) -> None:
-        pass
-
-    def __delitem__(self, place: Any) -> None:
-        pass

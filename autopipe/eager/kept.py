@@ -32,14 +32,14 @@ def restoring(*parts: Part) -> Iterator[Callable[[], tuple[str, ...]]]:
     with (
         as_before(*parts, holders=holders, caches=True),
         _restoring_registered(modules_among(parts)) as registered,
-        _restoring_kept(holders) as kept,
+        restoring_kept(holders) as kept,
     ):
         yield lambda: (*kept(), *registered())
 
 
 @contextmanager
-def _restoring_kept(holders: Sequence[Holder]) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """`restoring` for the values of these holders."""
+def restoring_kept(holders: Sequence[Holder]) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """As `restoring`, of the values of these holders alone."""
     drawn = _drawn_from(holders)
     before = [(holder, _with_contents(holder.values())) for holder in holders]
 

@@ -243,7 +243,7 @@ def _parameter_data(tensor: Tensor, value: Tensor) -> None:
             f"{user_lines.here()}: forward sets the .data of a parameter of "
             f"{tuple(tensor.shape)} {tensor.dtype} to a tensor of {tuple(value.shape)} "
             f"{value.dtype}",
-            hint="keep its shape and dtype, and write it in place: parameter.data.copy_(value)",
+            hint="parameter.data.copy_(value), of its shape and dtype; or initialise it in model()",
         )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.assigned_buffers import buffers_of
-from autopipe.errors import CaptureError, DrawnBranch, OtherBranch, Uncaptured
+from autopipe.errors import CaptureError, DrawnBranch, OtherBranch, OtherCalls, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes, version
@@ -62,7 +62,7 @@ def check_unseen(
         filled: whether a cached function has kept results of the first run.
 
     Raises:
-        CaptureError: names the line of the first call that differs.
+        OtherCalls: names the line of the first call that differs.
     """
     second = Noted()
     again(lambda: second)
@@ -74,7 +74,7 @@ def check_unseen(
     noted = Noted(until=position)  # kept values have changed once more; the line is the same
     again(lambda: noted)
     at = f"{noted.place}: " if noted.place else ""
-    raise CaptureError(
+    raise OtherCalls(
         f"{at}the model computes something else here in a second call on the same rows: it "
         "keeps something outside of attributes and variables (bytes, a file), or reads a clock; a "
         "graph is that of a first call",

@@ -3,8 +3,10 @@
     layer.register_forward_hook(lambda m, a, out: out + self.scale)     a hook closes over the model
     old = layer.forward                                                 so does a forward that calls
     layer.forward = lambda x: old(2 * x)                                the one before
+    def put(...): nonlocal gate; gate = out                             a variable of two functions
 
-A copied model has copies of such functions, which hold its own parts; other values are shared.
+A copied model has copies of such functions, which hold its own parts; other values are shared. Two
+copies have a variable in common if the functions have it in common.
 """
 
 from __future__ import annotations
@@ -32,8 +34,14 @@ class HeldFunctions:
         self._functions: dict[int, FunctionType] = {}
         for module in model.modules():
             self._look_in(vars(module).values())
+        cells = {
+            id(cell): CellType() for f in self._functions.values() for cell in f.__closure__ or ()
+        }
         memo |= {
-            number: _with_empty_cells(function) for number, function in self._functions.items()
+            number: _with_cells(
+                function, tuple(cells[id(cell)] for cell in function.__closure__ or ())
+            )
+            for number, function in self._functions.items()
         }
 
     def close(self) -> None:
@@ -98,8 +106,8 @@ def _cells(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def _with_empty_cells(function: FunctionType) -> FunctionType:
-    cells = tuple(CellType() for _ in function.__closure__ or ())
+def _with_cells(function: FunctionType, cells: tuple[CellType, ...]) -> FunctionType:
+    """A copy of a function that closes over these variables."""
     copied = FunctionType(
         function.__code__, function.__globals__, function.__name__, None, cells or None
     )

@@ -76,14 +76,22 @@ def look(
 
 
 def glance(
-    program: Program, leaves: Mapping[str, Any], specs: Sequence[InputSpec], within: Within
+    program: Program,
+    leaves: Mapping[str, Any],
+    specs: Sequence[InputSpec],
+    within: Within,
+    *,
+    numbers: bool = False,
 ) -> tuple[Read, ...]:
-    """The reads of one run of a `program` that was looked at when it was planned.
+    """The reads of one run of a `program` that was looked at before, perhaps when it was planned.
+
+    Args:
+        numbers: as for `value_guards.record`.
 
     Raises:
         Exception: a read depends on a parameter, or the model's code fails without values.
     """
-    runs = _RunsOfALook(program, tensors_of(leaves, specs), numbers=False, others=None)
+    runs = _RunsOfALook(program, tensors_of(leaves, specs), numbers, others=None)
     with _surroundings(), quiet(), Generators().restored(), caches_put_back(*program.parts):
         with restoring(*program.parts), as_before(*program.parts):
             return runs.again(within)

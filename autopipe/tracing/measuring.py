@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,7 +16,8 @@ from autopipe.eager import second_run
 from autopipe.eager.assigned_buffers import as_before, buffers_of, frozen_as_before
 from autopipe.eager.counts import Counts
 from autopipe.eager.draws import Generators
-from autopipe.eager.kept import caches_put_back, restoring
+from autopipe.eager.holders import holders_of
+from autopipe.eager.kept import caches_put_back, restoring, restoring_kept
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.quiet import libraries_hushed
@@ -23,12 +25,13 @@ from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
 from autopipe.ir.torch_private import version
 from autopipe.opaque import branches
-from autopipe.opaque.calls.sites import Site, Wider, with_loss
+from autopipe.opaque.calls.sites import Site, SiteCall, Wider, standing_in, with_loss
 from autopipe.opaque.measure import Fails, Runs, measured
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
 from autopipe.tracing.capture.low_precision import parameters_in
 from autopipe.tracing.capture.program import Program
+from autopipe.tracing.module_calls import CallsAround
 
 _Gradients = list[Tensor | None]
 _Pass = tuple[tuple[second_run.Call, ...], _Gradients]
@@ -44,6 +47,7 @@ class Measuring:
         leaves, specs: an example batch of a few rows, and its description.
         real: builds the model with its weights.
         others: makes the tensors of as many other rows, for which sizes have to be the same.
+        context: context variables as they were before the model ran.
     """
 
     program: Program
@@ -51,11 +55,14 @@ class Measuring:
     specs: Sequence[InputSpec]
     real: Callable[[], nn.Module]
     others: Callable[[], Sequence[Tensor]] | None = None
+    context: Context = field(default_factory=copy_context)
 
     def measure(self, sites: Sequence[Site], why: Mapping[Site, str]) -> tuple[Region, ...]:
         """The regions of all calls of the sites, as `opaque.measure.measured`.
 
         Raises:
+            Wider: as `measured`; or other code computes with what a call leaves elsewhere than in
+                its results and in tensors of attributes.
             CaptureError: a second run of the model computes something else.
         """
         program, model = self.program, self._model
@@ -93,10 +100,62 @@ class Measuring:
                 model.train(program.training)
             self._check_again(eager)
             try:
-                return measured(model, sites, runs, why)
+                regions = measured(model, sites, runs, why)
+                self._check_kept(eager, sites)
+                return regions
             except Fails as failed:  # the model has just run, without anybody looking
                 raised = f"it raises {type(failed.error).__name__} where it is measured"
                 raise Wider(failed.site, raised) from failed
+
+    def _check_kept(self, eager: Program, sites: Sequence[Site]) -> None:
+        """Refuse calls that leave something for other code in globals, closures or context.
+
+        A stage has the code around a call as it was traced, with the values that were there then.
+        What calls leave in attributes of modules `measured` has seen.
+        """
+        usual, _ = self._around(eager, sites, ())
+        if self._around(eager, sites, sites)[0] == usual:
+            return
+        for site in sites:
+            calls, names = self._around(eager, sites, [site])
+            if calls != usual:
+                what = f"sets {', '.join(names)}" if names else "sets something outside of modules"
+                raise Wider(site, f"it {what}, with which other code computes")
+
+    def _around(
+        self, eager: Program, sites: Sequence[Site], put_back: Sequence[Site]
+    ) -> tuple[Mapping[str, Sequence[object]], list[str]]:
+        """The calls of torch around those of the sites in a run, and names of what was put back.
+
+        Args:
+            put_back: the sites behind whose calls all is put back that they leave elsewhere than
+                in attributes of modules.
+        """
+        attributes = [vars(module) for module in eager.modules()]
+        kept = holders_of(*eager.parts) if put_back else []
+        elsewhere = [h for h in kept if not any(h.entries is a for a in attributes)]
+        inside, names = [""], dict[str, None]()
+        around = CallsAround(lambda: inside[-1])
+
+        def called(call: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            inside.append(f"{call.site} {call.number}")
+            try:
+                if call.site not in put_back:
+                    result = call.run(*args, **kwargs)
+                else:
+                    with restoring_kept(elsewhere) as changed:
+                        result = copy_context().run(call.run, *args, **kwargs)
+                        names.update(dict.fromkeys(changed()))
+            finally:
+                part = inside.pop()
+            around.returned(part, result)
+            return result
+
+        run = self._run(eager, self.leaves)
+        with run as once, torch.enable_grad(), around, standing_in(self._model, sites, called):
+            with suppress(Exception):  # the code behind a call misses what was put back
+                self.context.copy().run(once)
+        return around.of_others([part for part in around.parts if part]), [*names]
 
     @cached_property
     def _model(self) -> nn.Module:

@@ -4,20 +4,26 @@
     runs     attributes read, torch functions        logged with labels in the place of tensors
     ends     results; whether anything changed       `done`: equal to that of an equal call
 
-By these logs `same_modules` decides which modules are alike.
+By these logs `same_modules` decides which modules are alike, and by the calls around these modules
+(`CallsAround`) whether it makes a difference to skip them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.frozen import FIXED, VALUES, frozen
-from autopipe.ir.torch_private import is_fake, storage_key, version
+from autopipe.eager.second_run import plain_of
+from autopipe.ir.tensors import tensors_in
+from autopipe.ir.torch_private import is_fake, no_function_modes, storage_key, version
 from autopipe.opaque.calls.trees import NotPlain, distinct_tensors, parts_of, whole_of
 from autopipe.tracing.capture.module_makes import (
     attributes_of,
@@ -208,3 +214,89 @@ def _other_like(tensor: Tensor) -> Tensor:
     """A new tensor without values that looks like this one, and is no leaf if it has a gradient."""
     like = tensor.detach().new_empty_strided(tensor.shape, tensor.stride())
     return like.requires_grad_().clone() if tensor.requires_grad else like
+
+
+class CallsAround(TorchFunctionMode):
+    """The calls of torch functions in a run, those in each of some parts and those around them.
+
+    Args:
+        where: gives the name of the part that runs; empty: none of them.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        super().__init__()
+        self._where = where
+        self._calls: dict[str, list[Hashable]] = defaultdict(list)
+        self._made: dict[int, tuple[weakref.ref[Tensor], Hashable]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        where, kwargs = self._where(), kwargs or {}
+        with no_function_modes():  # to look at a tensor here is no call of the model's
+            given = tuple(self._label(tensor) for tensor in tensors_in((args, kwargs)))
+            numbers = repr(plain_of((args, kwargs)))  # before the call, which may write
+        result = func(*args, **kwargs)
+        with no_function_modes():
+            made = distinct_tensors(result)
+            if made or getattr(func, "__name__", "") != "__get__":
+                self._calls[where].append((str(func), numbers, given))
+                self._name(made, where, len(self._calls[where]))
+            self.shown(func, args, kwargs, result)
+        return result
+
+    def shown(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Is called after each call, for others who watch."""
+
+    def returned(self, where: str, output: Any) -> None:
+        """Note what a part returns, whether it has run or was skipped."""
+        self._name(distinct_tensors(output), where, "returned")
+
+    def of_others(self, parts: Collection[str]) -> Mapping[str, Sequence[Hashable]]:
+        """The calls, without those in these parts, as a value to compare."""
+        return {part: calls for part, calls in self._calls.items() if part not in parts}
+
+    @property
+    def parts(self) -> Collection[str]:
+        """The parts in which a function was called, the empty one for around them included."""
+        return self._calls.keys()
+
+    def _name(self, tensors: Sequence[Tensor], where: str, call: Hashable) -> None:
+        for number, tensor in enumerate(tensors):
+            self._made[id(tensor)] = weakref.ref(tensor), (where, call, number)
+
+    def _label(self, tensor: Tensor) -> Hashable:
+        """Where a tensor has come from; the looks of one that no call has made."""
+        reference, label = self._made.get(id(tensor), (None, None))
+        known = reference is not None and reference() is tensor
+        return label if known else (tuple(tensor.shape), tensor.dtype)
+
+
+class CallsAroundCandidates(CallsAround):
+    """The calls in each candidate and around all of them; a running candidate is shown its own.
+
+    Args:
+        paths: the path of each candidate, by its id.
+        running: gives the candidate's call that runs; None: none.
+    """
+
+    def __init__(self, paths: Mapping[int, str], running: Callable[[], ModuleCall | None]) -> None:
+        super().__init__(self._path)
+        self._paths, self._running = paths, running
+
+    def _path(self) -> str:
+        call = self._running()
+        return "" if call is None else self._paths[id(call.module)]
+
+    def shown(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Log a call in the candidate's call in which it was made."""
+        call = self._running()
+        if call is not None:
+            if getattr(function, "__name__", "") in UNCERTAIN:
+                call.doubt()
+            call.calls(function, args, kwargs, result)
+
+
+UNCERTAIN = frozenset(
+    "__bool__ is_nonzero __contains__ equal allclose __int__ __index__ __float__ item tolist numpy "
+    "tensor as_tensor asarray from_numpy frombuffer".split()
+)
+"""Functions that give Python a value, or make a constant of the graph from one."""

@@ -22,6 +22,10 @@ that look like theirs. So a deep model takes the time of a short one. Siblings 1
 the last one always run; in a later run of the model the first two and the last. If one of these
 turns out unlike a sibling that began as it did (a layer that asks an iterator), the skipped ones
 may be unlike too, and the model runs again without skipping any.
+
+What a module leaves behind for code around it (`LOSSES.append(h)`, in whatever place) is in none of
+these logs. So the model runs once more with all but the first sibling skipped, as it will be
+exported: if the calls around the siblings are others then (a sum of fewer losses), none are alike.
 """
 
 from __future__ import annotations
@@ -35,15 +39,20 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.frozen import INTERNAL
+from autopipe.errors import OtherCalls
 from autopipe.ir.torch_patches import watching_attributes
 from autopipe.ir.torch_private import no_function_modes
 from autopipe.planfile.parts import Read
-from autopipe.tracing.capture.module_makes import alike_siblings, attached_to, candidates_of
+from autopipe.tracing.capture.module_makes import (
+    alike_siblings,
+    attached_to,
+    candidates_of,
+    siblings_among,
+)
 from autopipe.tracing.looks import Within
-from autopipe.tracing.module_calls import ModuleCall
+from autopipe.tracing.module_calls import CallsAroundCandidates, ModuleCall
 from autopipe.util import shortcuts
 
 Looked = TypeVar("Looked")
@@ -60,6 +69,8 @@ class Likeness:
         alike: the path of a module -> that of the first sibling that it equals.
         candidates: the modules that are compared, by path, each with its make.
         wrongly_skipped: whether a sibling may have been skipped wrongly: do not use `alike` then.
+        skipped: how many calls were skipped.
+        around: the calls of torch functions, in candidates and around them.
     """
 
     def __init__(self, model: nn.Module, *, skip: bool = True, later: bool = False) -> None:
@@ -76,7 +87,9 @@ class Likeness:
         self._calls: dict[str, list[Hashable]] = defaultdict(list)
         self._skip = skip
         self._later = later
-        self._skipped = 0
+        self.skipped = 0
+        paths = {id(module): path for path, (module, _) in self.candidates.items()}
+        self.around = CallsAroundCandidates(paths, lambda: self.running)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -86,13 +99,13 @@ class Likeness:
             return
         with ExitStack() as until:
             until.callback(register_module_forward_pre_hook(self._called).remove)
-            for siblings in self._siblings():
+            for siblings in siblings_among(self.candidates):
                 kinds: list[ModuleCall] = []
                 for number, path in enumerate(siblings):
                     module, _ = self.candidates[path]
                     must_run = number in (0, 1, len(siblings) - 1)
                     must_run |= not self._later and number & (number - 1) == 0
-                    module.forward = self._forward(module, kinds, must_run)
+                    module.forward = self._forward(path, module, kinds, must_run)
                     until.callback(delattr, module, "forward")
                     attached: list[int] = []
                     begin, end = self._begin(path, attached), self._end(path, kinds, attached)
@@ -102,7 +115,7 @@ class Likeness:
                     until.callback(after.remove)
                     attached.append(attached_to(module))
             until.enter_context(self._watching_attributes())
-            until.enter_context(_Log(self))
+            until.enter_context(self.around)
             yield
         self.alike = alike_siblings(
             {
@@ -126,13 +139,6 @@ class Likeness:
 
         return begin
 
-    def _siblings(self) -> list[list[str]]:
-        """The paths of the candidates, those of one parent and one make together, in order."""
-        found: dict[Hashable, list[str]] = defaultdict(list)
-        for path, (_, make) in self.candidates.items():
-            found[path.rpartition(".")[0], make].append(path)
-        return list(found.values())
-
     def _end(self, path: str, kinds: list[ModuleCall], attached: list[int]) -> Callable[..., None]:
         def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             call = self.running
@@ -143,6 +149,7 @@ class Likeness:
                 call.doubt()
             with no_function_modes():
                 done = call.finish(output)
+                self.around.returned(path, output)
             self._calls[path].append(done)
             known = next((kind for kind in kinds if kind.done == done), None)
             if known is not None:
@@ -151,12 +158,12 @@ class Likeness:
                 kinds.append(call)
             if self._skip and call.likely and known not in call.likely:
                 self._skip = False
-                self.wrongly_skipped = self._skipped > 0
+                self.wrongly_skipped = self.skipped > 0
 
         return end
 
     def _forward(
-        self, module: nn.Module, kinds: list[ModuleCall], must_run: bool
+        self, path: str, module: nn.Module, kinds: list[ModuleCall], must_run: bool
     ) -> Callable[..., Any]:
         """A forward for a module: it is skipped if it can be, unless it `must_run`."""
         original = module.forward
@@ -166,19 +173,24 @@ class Likeness:
             call, self.running = self.running, None  # reads of attributes here are not the module's
             if self._skip and call is not None and call.module is module:
                 with no_function_modes():
-                    call.likely = [kind for kind in kinds if call.begins_like(kind)]
-                    likely = call.likely[0] if len(call.likely) == 1 and not must_run else None
-                    results = (
-                        likely.results_like() if likely is not None and likely.proved else None
-                    )
+                    likely = self._likely(path, call, kinds, must_run)
+                    results = likely.results_like() if likely is not None else None
                 if likely is not None and results is not None:
-                    self._skipped += 1
+                    self.skipped += 1
                     self.running = call
                     return call.take_over(likely, results)
             self.running = call
             return original(*args, **kwargs)
 
         return forward
+
+    def _likely(
+        self, path: str, call: ModuleCall, kinds: Sequence[ModuleCall], must_run: bool
+    ) -> ModuleCall | None:
+        """The sibling's call whose results a module's call is to return; None: it is to run."""
+        call.likely = [kind for kind in kinds if call.begins_like(kind)]
+        only = call.likely[0] if len(call.likely) == 1 and not must_run else None
+        return only if only is not None and only.proved else None
 
     def _called(self, module: nn.Module, args: Any) -> None:
         """Note a module's call; in a candidate it has to be inside the candidate's own call."""
@@ -216,8 +228,31 @@ class Likeness:
             yield
 
 
+class _StandIns(Likeness):
+    """As `Likeness`, of a run in which modules that are alike are skipped but for the first.
+
+    Args:
+        alike: of the modules that are skipped, as `Likeness.alike`.
+    """
+
+    def __init__(self, model: nn.Module, alike: Mapping[str, str]) -> None:
+        super().__init__(model)
+        self._first = {path: model.get_submodule(first) for path, first in alike.items()}
+
+    def _likely(
+        self, path: str, call: ModuleCall, kinds: Sequence[ModuleCall], must_run: bool
+    ) -> ModuleCall | None:
+        first = self._first.get(path)
+        call.likely = [kind for kind in kinds if kind.module is first]
+        return call.likely[0] if call.likely else None
+
+
+Glance = Callable[[Within], Sequence[Read]]
+"""Runs the model once; takes what makes the `with` block of the run; returns what Python reads."""
+
+
 def with_alike(
-    model: nn.Module, looked: Callable[[Within], Looked]
+    model: nn.Module, looked: Callable[[Within], Looked], glanced: Glance
 ) -> tuple[Looked, Mapping[str, str]]:
     """The result of a look at a model, and the modules that are alike in the look's first run.
 
@@ -226,19 +261,26 @@ def with_alike(
     Args:
         looked: looks at the model; takes what makes the `with` block of each run of it.
     """
-    result, likeness = _looked(model, looked, skip=True)
-    if likeness.wrongly_skipped:
-        result, likeness = _looked(model, looked, skip=False)
-    return result, likeness.alike
+    for skip in (True, False):
+        try:
+            result, likeness = _looked(model, looked, skip=skip)
+        except OtherCalls:  # of siblings that are skipped in one run, and not in another?
+            if skip:
+                continue
+            raise
+        if likeness.wrongly_skipped:
+            continue
+        if _same_around(model, likeness, glanced) or _same_in_glances(model, likeness, glanced):
+            return result, likeness.alike
+        if not likeness.skipped:
+            break
+    return result, {}
 
 
-def alike_if_read(
-    model: nn.Module, glanced: Callable[[Within], Sequence[Read]], reads: Sequence[Read]
-) -> Mapping[str, str]:
+def alike_if_read(model: nn.Module, glanced: Glance, reads: Sequence[Read]) -> Mapping[str, str]:
     """The modules that are alike in one run; none if Python reads other values in it.
 
     Args:
-        glanced: runs the model; takes what makes the `with` block of the run.
         reads: the values that Python read when the model was planned.
     """
     for skip in (True, False):
@@ -252,8 +294,31 @@ def alike_if_read(
         if [*map(_answer, found)] != [*map(_answer, reads)]:
             break
         if not likeness.wrongly_skipped:
-            return likeness.alike
+            return likeness.alike if _same_around(model, likeness, glanced) else {}
     return {}
+
+
+def _same_around(model: nn.Module, likeness: Likeness, glanced: Glance) -> bool:
+    """Whether the calls around modules that are alike stay the same if these are skipped."""
+    if not likeness.alike:
+        return True
+    short = _StandIns(model, likeness.alike)
+    try:
+        glanced(short.watching)
+    except Exception:  # the model's code misses what the skipped modules leave behind
+        return False
+    return likeness.around.of_others(likeness.alike) == short.around.of_others(())
+
+
+def _same_in_glances(model: nn.Module, likeness: Likeness, glanced: Glance) -> bool:
+    """As `_same_around`, of a run that is no first one: that may fill caches, and find buffers."""
+    later = Likeness(model)
+    try:
+        glanced(later.watching)
+    except Exception:  # as above
+        return False
+    same = later.alike == likeness.alike and not later.wrongly_skipped
+    return same and _same_around(model, later, glanced)
 
 
 def _answer(read: Read) -> tuple[str, str]:
@@ -272,28 +337,3 @@ def _looked(
         return runs[-1].watching()
 
     return looked(within), runs[0]
-
-
-class _Log(TorchFunctionMode):
-    """Shows a call every torch function that it uses."""
-
-    def __init__(self, likeness: Likeness) -> None:
-        super().__init__()
-        self._likeness = likeness
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = self._likeness.running
-        result = func(*args, **(kwargs or {}))
-        if call is not None:
-            if getattr(func, "__name__", "") in UNCERTAIN:
-                call.doubt()
-            with no_function_modes():
-                call.calls(func, args, kwargs or {}, result)
-        return result
-
-
-UNCERTAIN = frozenset(
-    "__bool__ is_nonzero __contains__ equal allclose __int__ __index__ __float__ item tolist numpy "
-    "tensor as_tensor asarray from_numpy frombuffer".split()
-)
-"""Functions that give Python a value, or make a constant of the graph from one."""

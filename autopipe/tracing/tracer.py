@@ -41,7 +41,7 @@ from autopipe.tracing.capture.low_precision import (
 from autopipe.tracing.capture.program import Program
 from autopipe.tracing.capture.stubs import BlocksDiffer
 from autopipe.tracing.capture.value_guards import NeedsNumbers
-from autopipe.tracing.looks import DtypesDiffer, Others, glance, look
+from autopipe.tracing.looks import DtypesDiffer, Others, Within, glance, look
 from autopipe.tracing.measuring import Measuring
 from autopipe.tracing.same_modules import alike_if_read, with_alike
 from autopipe.tracing.traced import Trace
@@ -137,8 +137,7 @@ class Tracer:
     def replayed(self, reads: Sequence[Read]) -> Trace:
         """The trace with an earlier one's reads."""
         self.use(self.regions)
-        glanced = partial(glance, self.program, self.leaves, self.specs)
-        return self.with_stand_ins(reads, alike_if_read(self.program.model, glanced, reads))
+        return self.with_stand_ins(reads, alike_if_read(self.program.model, self.glanced, reads))
 
     def with_stand_ins(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
         """Try to export with stubs for equal modules; fall back to a full export.
@@ -158,17 +157,20 @@ class Tracer:
         self, real: Callable[[], nn.Module] | None, *, numbers: bool = False
     ) -> tuple[tuple[Read, ...], Mapping[str, str]]:
         """The values that Python reads in a run, and the modules that are alike."""
+        what = self.program, self.leaves, self.specs
         looked = partial(
             look,
-            self.program,
-            self.leaves,
-            self.specs,
+            *what,
             others=self.others,
             real=real,
             numbers=numbers,
             dtypes_first=self.dtypes_first,
         )
-        return with_alike(self.program.model, looked)
+        return with_alike(self.program.model, looked, partial(self.glanced, numbers=numbers))
+
+    def glanced(self, within: Within, *, numbers: bool = False) -> tuple[Read, ...]:
+        """The values that Python reads in one run."""
+        return glance(self.program, self.leaves, self.specs, within, numbers=numbers)
 
     def meetings(self) -> list[str]:
         """The fp32 buffers that meet activations of 16 bits in a run, which may end early."""
@@ -176,7 +178,7 @@ class Tracer:
             return []
         found = Meetings(self.program.model, self.kept.dtype)
         with suppress(Exception), parameters_in(self.program.model, self.kept):
-            glance(self.program, self.leaves, self.specs, lambda: found)
+            self.glanced(lambda: found)
         return [name for name in found.names() if name not in self.kept.buffers]
 
     def captured(

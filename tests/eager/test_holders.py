@@ -6,6 +6,8 @@ the same calls of torch, and a graph would be that of a warm-up for good.
 
 from __future__ import annotations
 
+import threading
+from contextvars import ContextVar
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,9 @@ from autopipe.eager.counts import Counts
 from autopipe.eager.holders import holders_of
 from autopipe.eager.kept import restoring
 from autopipe.planners.driver import against_eager
+from tests.support import own_schedule
 from tests.support.odd_models import Net, built, inputs, refusal
+from tests.support.own_schedule import next_step
 
 STEP = 0
 STATE = {"step": 0}
@@ -143,6 +147,39 @@ class InADefault(Net):
         return self.middle(hidden) / later(state[0])
 
 
+CONTEXT = ContextVar("context", default=0)
+THREAD = threading.local()
+THREAD.step = 0
+
+
+class InContext(Net):
+    def inside(self, hidden):
+        CONTEXT.set(CONTEXT.get() + 1)
+        return self.middle(hidden) / later(CONTEXT.get())
+
+
+class InAThread(Net):
+    def inside(self, hidden):
+        THREAD.step += 1
+        return self.middle(hidden) / later(THREAD.step)
+
+
+class InAnotherFile(Net):
+    def inside(self, hidden):
+        own_schedule.STEP += 1
+        return self.middle(hidden) / later(own_schedule.STEP)
+
+
+class ByAnotherFile(Net):
+    def inside(self, hidden):
+        return self.middle(hidden) / later(next_step())
+
+
+class ByAnotherFilesObject(Net):
+    def inside(self, hidden):
+        return self.middle(hidden) / later(own_schedule.PROGRESS.tick())
+
+
 KEPT = {
     InAClass: "InAClass.step",
     InAGlobal: "tests.eager.test_holders.STEP",
@@ -156,6 +193,11 @@ KEPT = {
     InAClosure: "closed_over.<locals>.count",
     InAFunction: "counted",
     InADefault: "InADefault.inside",
+    InContext: "tests.eager.test_holders.CONTEXT",
+    InAThread: "tests.eager.test_holders.THREAD",
+    InAnotherFile: "tests.support.own_schedule.STEP",
+    ByAnotherFile: "tests.support.own_schedule.STEP",
+    ByAnotherFilesObject: "Progress.steps",
 }
 
 

@@ -77,6 +77,26 @@ def test_beside_what_runs_as_it_is(kind):
     assert regions_of(Hooked) == ["middle"]
 
 
+class Gated(Net):
+    """One hook leaves a tensor in a variable, another one reads it there."""
+
+    def begin(self):
+        gate = None
+
+        def leave(layer, args, out):
+            nonlocal gate
+            gate = out.sigmoid()
+
+        self.up.register_forward_hook(leave)
+        self.middle.register_forward_hook(lambda layer, args, out: out * gate)
+
+
+def test_two_functions_share_a_variable():
+    """Bug: each copy had its own, and the second hook failed."""
+    planned(built(Gated))
+    assert unlike(built(Gated)) == []
+
+
 def test_what_the_model_does_not_hold_is_shared():
     seen, model = [], nn.Sequential(nn.Linear(4, 4))
     model[0].register_forward_hook(lambda m, a, out: seen.append(type(m)))

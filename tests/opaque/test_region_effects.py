@@ -1,6 +1,8 @@
 """Effects of a call that runs as it is: which are refused, and which change its arguments."""
 
 import random
+from contextvars import ContextVar
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,7 +55,22 @@ class Counts(Net):
         return torch.vmap(torch.sin)(self.middle(hidden)) * self.calls
 
 
+class InitialisedByRows(Net):
+    """As the ActNorm of a flow."""
+
+    def begin(self):
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("done", torch.zeros(()))
+
+    def inside(self, hidden):
+        hidden = torch.vmap(torch.sin)(self.middle(hidden))
+        if not self.done:
+            self.done, self.scale.data = torch.ones(()), 1 / (1 + hidden.detach().std(0))
+        return hidden * self.scale
+
+
 REFUSED = {
+    InitialisedByRows: "sets the .data of a parameter [^\n]*\n.* or initialise it in model",
     DrawsInPython: "random",
     Backward: "forward runs a backward of its own",
     Counts: "the model keeps calls from one call to the next, and then computes something else",
@@ -84,6 +101,69 @@ def test_a_hook_that_writes_a_buffer_in_backward_is_refused():
     """Bug: what it wrote was lost; a large model was trained on the first size for good."""
     with pytest.raises(CaptureError, match="the buffer 'size' is written in backward, by a hook"):
         trace_model(built(ByLastGradients), inputs, square)
+
+
+class Leaves(Net):
+    """A method leaves a number of its rows, with which other code computes."""
+
+    def inside(self, hidden):
+        return self.bent(hidden) * self.found()
+
+    def bent(self, hidden):
+        bent = torch.vmap(torch.sin)(self.middle(hidden))
+        self.leave(1 + int((bent > 0).sum()))
+        return bent
+
+
+STORE = SimpleNamespace(found=1)
+CONTEXT = ContextVar("found", default=1)
+
+
+class LeavesInAGlobal(Leaves):
+    def leave(self, number):
+        STORE.found = number
+
+    def found(self):
+        return STORE.found
+
+
+class LeavesInContext(Leaves):
+    def leave(self, number):
+        CONTEXT.set(number)
+
+    def found(self):
+        return CONTEXT.get()
+
+
+class LeavesInAClosure(Leaves):
+    def begin(self):
+        found = 1
+
+        def leave(number):
+            nonlocal found
+            found = number
+
+        self.leave, self.found = leave, lambda: found
+
+
+KINDS = [LeavesInAGlobal, LeavesInContext, LeavesInAClosure]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_for_other_code_takes_that_code_along(kind):
+    """Bug: other code had the number of the rows that were measured; of compared models alone it
+    was noticed."""
+    assert regions_of(kind) == ["inside()"]
+    assert unlike(built(kind), traced=traced(kind)) == []
+
+
+class LeavesForALog(LeavesInAGlobal):
+    def found(self):
+        return 1
+
+
+def test_a_number_for_a_log_takes_none_along():
+    assert regions_of(LeavesForALog) == ["bent()"]
 
 
 class Grows(Net):

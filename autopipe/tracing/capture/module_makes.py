@@ -61,6 +61,14 @@ def candidates_of(model: nn.Module) -> dict[str, tuple[nn.Module, Hashable]]:
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
 
 
+def siblings_among(candidates: Mapping[str, tuple[nn.Module, Hashable]]) -> list[list[str]]:
+    """The paths of the candidates, those of one parent and one make together, in order."""
+    found: dict[Hashable, list[str]] = defaultdict(list)
+    for path, (_, make) in candidates.items():
+        found[path.rpartition(".")[0], make].append(path)
+    return list(found.values())
+
+
 def _order(path: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in path.split(".")]
 
