@@ -41,6 +41,7 @@ class Software:
         even: whether a pipeline's stages get equally many layers, embedding and head counted as a
             layer each where their number divides so alone.
         deepspeed: whether the optimizer is DeepSpeed's, in a pipeline of Megatron-DeepSpeed's.
+        lists: whether DeepSpeed is older than 0.5.9, whose ZeRO-3 exchanges weight by weight.
         keeps_dropout: whether fused kernels keep what a dropout made.
         fused_loss: whether a kernel makes the gradient of logits from what it has kept of them.
         eager_loss: whether blocks are compiled and the loss is not.
@@ -54,6 +55,7 @@ class Software:
     fused: bool
     even: bool = True
     deepspeed: bool = False
+    lists: bool = False
     keeps_dropout: bool = False
     fused_loss: bool = False
     eager_loss: bool = False
@@ -84,6 +86,8 @@ softmax, as `fused` alone, says nothing of other ops."""
 
 _OWN_CUTS = r"\(alpa\)|aleph-alpha"
 _DEEPSPEED = r"deepspeed|bigscience"
+_OF_2021 = r"sc'?21\b|2104\.04473"
+"""Sources that are older than 0.5.9 of DeepSpeed: Narayanan et al., SC21."""
 _FUSED_LOSS = r"llm-foundry"
 _EARLY = r"llm-foundry"
 """Its benchmarks, on H100 too, ran with torch 1.13 and 2.0 for CUDA 11.7 and 11.8, and the Triton
@@ -123,6 +127,7 @@ def software_of(row: Row) -> Software:
         profile,
         even=even,
         deepspeed=deepspeed,
+        lists=deepspeed and bool(re.search(_OF_2021, said)),
         fused_loss=fused_loss,
         early=bool(re.search(_EARLY, said)),
         overlaps=bool(re.search(_OVERLAPS, said)),
