@@ -47,6 +47,7 @@ class Software:
         eager_loss: whether blocks are compiled and the loss is not.
         early: whether its kernels are older than CUDA 12 and FlashAttention 2.
         overlaps: whether tensor-parallel ranks exchange while they multiply.
+        sums: whether gradients are summed over replicas while the last backward makes them.
         gathers: whether sequence-parallel ranks keep their parts alone of what they gather.
         no_dropout: whether it is known to have trained its model without dropout.
     """
@@ -61,6 +62,7 @@ class Software:
     eager_loss: bool = False
     early: bool = False
     overlaps: bool = False
+    sums: bool = False
     gathers: bool = False
     no_dropout: bool = False
 
@@ -100,6 +102,11 @@ _NEMO = r"\bnemo\b|megatron.?bridge|dgxc"
 _OVERLAPS = rf"{_NEMO}|tp.comm.overlap"
 """NeMo's recipes turn on Transformer Engine's overlap of tensor parallelism, `tp_comm_overlap`, as
 Megatron-LM's measurements on H100 do (its README, "Training Speed and Scalability")."""
+_SUMS = rf"{_NEMO}|overlap.?grad"
+"""NeMo's recipes turn on `overlap_grad_reduce`. Megatron-LM sums after the last backward unless
+`--overlap-grad-reduce` is given, which it has had since 2023, and DeepSpeed's pipeline does
+(runtime/pipe/engine.py, _exec_reduce_grads); torch's DistributedDataParallel and FSDP sum in
+backward, and stand for rows of replicas alone."""
 _GATHERS = rf"{_NEMO}|megatron-lm|korthikanti"
 """Megatron-LM's and Transformer Engine's linear layers gather once more in backward (`layers.py`,
 LinearWithGradAccumulationAndAsyncCommunication; Korthikanti et al., 2022, section 4.2.2)."""
@@ -131,6 +138,7 @@ def software_of(row: Row) -> Software:
         fused_loss=fused_loss,
         early=bool(re.search(_EARLY, said)),
         overlaps=bool(re.search(_OVERLAPS, said)),
+        sums=bool(re.search(_SUMS, said)) or not deepspeed and _replicated(row),
         gathers=bool(re.search(_GATHERS, said)),
         no_dropout=bool(re.search(_NO_DROPOUT, f"{row.get('arch')} {row.get('model')}".lower())),
     )
@@ -147,8 +155,18 @@ def _profile(row: Row) -> Software:
         return MEGATRON
     if alone:
         return EAGER
-    ranks = any((row.get(name) or "1").strip() not in ("1", "") for name in ("tp", "pp"))
-    return MEGATRON if ranks and not re.search(_UNFUSED, said) else EAGER
+    return MEGATRON if _split(row) and not re.search(_UNFUSED, said) else EAGER
+
+
+def _split(row: Row) -> bool:
+    """It has several tensor-parallel ranks or pipeline stages."""
+    return any((row.get(name) or "1").strip() not in ("1", "") for name in ("tp", "pp"))
+
+
+def _replicated(row: Row) -> bool:
+    """It has replicas alone, without ZeRO of another kind than FSDP's."""
+    shard = (row.get("opt_shard") or "none").strip().lower()
+    return "fsdp" in shard or shard in ("none", "ddp") and not _split(row)
 
 
 def low_gradients(row: Row) -> bool:

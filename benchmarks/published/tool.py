@@ -19,11 +19,14 @@ import torch
 
 import autopipe
 from autopipe.cluster.cluster import Cluster, Device, Link
+from autopipe.planfile import predict, programs
 from autopipe.planfile.again import repeated
 from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Prediction
 from autopipe.report.fullest import fullest
 from autopipe.schedules.instructions import format_programs
 from autopipe.schedules.registry import SCHEDULES
+from autopipe.schedules.simulate import simulate
 from benchmarks.published import deepspeed
 from benchmarks.published.cluster import (
     cluster_of,
@@ -140,9 +143,16 @@ def _layout(run: Run, *, compiled: bool) -> Outcome:
             fuse_attention=False,  # the module writes it out where the run's software did
             sequence_parallel=run.sequence_parallel,
         )
-    found = outcome(plan, cluster)
+    found = outcome(plan if run.software.sums else _summed_after(plan), cluster)
     found = dataclasses.replace(found, seconds=found.seconds + waits)
     return _with_its_loss(run, plan, found)
+
+
+def _summed_after(plan: Plan) -> Plan:
+    """The plan, as if gradients were summed when the last backward has ended."""
+    whole = [sum(each) for each in predict.sums(plan)]
+    found = simulate(programs.step(plan), dataclasses.replace(predict.costs(plan), reduce=whole))
+    return dataclasses.replace(plan, prediction=Prediction(found.seconds, found.bubble))
 
 
 def _with_its_loss(run: Run, plan: Plan, found: Outcome) -> Outcome:

@@ -254,6 +254,24 @@ def test_recomputation_of_every_other_layer_is_half_of_all() -> None:
     assert none.seconds < ops.seconds < full.seconds
 
 
+def test_ddp_and_who_says_so_sum_gradients_in_the_last_backward() -> None:
+    """DeepSpeed, and Megatron-LM without its option, begin when it has ended."""
+    assert read(row(tp=1, pp=1)).software.sums
+    assert read(row(notes="--overlap-grad-reduce")).software.sums
+    assert not read(row()).software.sums
+    assert read(row(opt_shard="FSDP2 (zero3)")).software.sums
+    assert not read(row(tp=1, pp=1, notes="DeepSpeed")).software.sums
+    assert not read(row(tp=1, pp=1, opt_shard="zero1")).software.sums
+
+
+@pytest.mark.long
+def test_sums_that_follow_the_last_backward_take_longer() -> None:
+    beside, after = (
+        tool.own_layout(read(row(layers=2, notes=notes))) for notes in ("--overlap-grad-reduce", "")
+    )
+    assert beside.seconds < after.seconds and beside.bubble < after.bubble
+
+
 @pytest.mark.long
 def test_compiled_blocks_leave_the_loss_as_it_is() -> None:
     """Its logits in fp32 and their gradients are there, in whole."""
