@@ -107,6 +107,8 @@ _SUMS = rf"{_NEMO}|overlap.?grad"
 `--overlap-grad-reduce` is given, which it has had since 2023, and DeepSpeed's pipeline does
 (runtime/pipe/engine.py, _exec_reduce_grads); torch's DistributedDataParallel and FSDP sum in
 backward, and stand for rows of replicas alone."""
+_SCALING = r"megatron.*(readme|scaling|model_table)"
+"""That README's measurements on H100, which have both options, by what a row says of its source."""
 _GATHERS = rf"{_NEMO}|megatron-lm|korthikanti"
 """Megatron-LM's and Transformer Engine's linear layers gather once more in backward (`layers.py`,
 LinearWithGradAccumulationAndAsyncCommunication; Korthikanti et al., 2022, section 4.2.2)."""
@@ -129,6 +131,7 @@ def software_of(row: Row) -> Software:
     ).lower()
     even, deepspeed = not re.search(_OWN_CUTS, said), bool(re.search(_DEEPSPEED, said))
     profile = _profile(row)
+    measured = "h100" in (row.get("gpu") or "").lower() and bool(re.search(_SCALING, said))
     fused_loss = profile.fused_loss or bool(re.search(_FUSED_LOSS, said))
     return replace(
         profile,
@@ -137,8 +140,8 @@ def software_of(row: Row) -> Software:
         lists=deepspeed and bool(re.search(_OF_2021, said)),
         fused_loss=fused_loss,
         early=bool(re.search(_EARLY, said)),
-        overlaps=bool(re.search(_OVERLAPS, said)),
-        sums=bool(re.search(_SUMS, said)) or not deepspeed and _replicated(row),
+        overlaps=measured or bool(re.search(_OVERLAPS, said)),
+        sums=measured or bool(re.search(_SUMS, said)) or not deepspeed and _replicated(row),
         gathers=bool(re.search(_GATHERS, said)),
         no_dropout=bool(re.search(_NO_DROPOUT, f"{row.get('arch')} {row.get('model')}".lower())),
     )
