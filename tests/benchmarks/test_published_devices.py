@@ -87,6 +87,22 @@ def test_what_nemo_does_is_known_of_its_rows() -> None:
 @pytest.mark.parametrize(
     ("text", "read_as"),
     [
+        ("flash_attentionv1.0.8", "flash1"),
+        ("FlashAttention 1", "flash1"),
+        ("flash_attention2 + RMS kernel", "flash"),
+        ("flash-attn 2.1", "flash"),
+        ("flash (SDPA)", "flash"),
+        ("unfused (pre-flash)", "fused"),
+        ("torch", "composed"),
+    ],
+)
+def test_what_is_said_of_attention(text: str, read_as: str) -> None:
+    assert read(row(attention=text)).attention == read_as
+
+
+@pytest.mark.parametrize(
+    ("text", "read_as"),
+    [
         ("", "none"),
         ("0", "none"),
         ("selective", "attention"),
