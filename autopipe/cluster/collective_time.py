@@ -96,6 +96,14 @@ def half_sum(size: float, levels: Levels, streams: int, copying: float) -> float
     return all_gather(size, levels, streams) + _COPIES[1] / 2 * size / copying
 
 
+def summed_beside(size: float, levels: Levels, streams: int, zero: int, copying: float) -> float:
+    """Seconds of a sum of `size` bytes of gradients that may run while the last backward makes
+    them: all of it under ZeRO-0, under ZeRO-1 the half that scatters; later stages have none."""
+    if zero:
+        return half_sum(size, levels, streams, copying) if zero == 1 else 0.0
+    return gradient_sum(size, levels, streams, 0, copying)
+
+
 _COPIES = {0: 2, 1: 6}
 """Times that gradients move beside the wire, by ZeRO stage."""
 

@@ -69,7 +69,7 @@ _CHANGES = {
     "imbalance": "stages take unlike times: fewer stages, or another number of them",
     "transfers": "activations wait for the link: eager-1f1b keeps more of them under way; larger "
     "depth and window",
-    "sums": "gradients are summed after the last backward: more micro-batches in a step, or fewer "
+    "sums": "these sums end after the last backward: more micro-batches in a step, or fewer "
     "replicas",
 }
 """What makes a part of `planfile.waterfall` smaller."""

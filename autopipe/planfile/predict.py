@@ -4,7 +4,8 @@ seconds of a stage      plan.stages[i].predicted
 seconds of a transfer   the bytes of what crosses, the link between the nodes of the two ranks
 seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, and copies to and from
                         the sent buffers in the rank's own memory; under ZeRO-2 the gathering of
-                        parameters for the next step; none under ZeRO-3
+                        parameters for the next step; none under ZeRO-3. GPUs sum while the last
+                        backward runs: what that hides is left out
 
 A loss over the whole batch adds its own seconds, between two passes. The first pass is added to the
 second: a forward has the seconds of both, and activations cross twice.
@@ -16,15 +17,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from autopipe.cluster import cluster
-from autopipe.cluster.collective_time import Topology, gradient_sum, half_sum, slowest
+from autopipe.cluster.collective_time import (
+    Topology,
+    gradient_sum,
+    half_sum,
+    slowest,
+    summed_beside,
+)
+from autopipe.cluster.efficiency import BESIDE
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Prediction, StagePrediction, Transfer
 from autopipe.planfile.turns import taking_turns
 from autopipe.schedules import simulate
-from autopipe.schedules.instructions import Channel, Flow, holders
+from autopipe.schedules.instructions import Channel, Flow, holders, splits
 from autopipe.schedules.simulate import Costs, Timeline
 from autopipe.util import dims, dtypes
 
@@ -55,7 +64,7 @@ def with_prediction(plan: Plan) -> Plan:
 def costs(plan: Plan) -> Costs:
     """The seconds of everything in a plan's step."""
     placed, wires = holders(programs.compute(plan)), _Wires.of(plan)
-    moved = crossing_bytes(plan)
+    moved, last = crossing_bytes(plan), last_share(plan)
 
     def link(channel: Channel) -> simulate.LinkTime:
         wire = wires.link(placed[channel.source], placed[channel.target])
@@ -66,11 +75,33 @@ def costs(plan: Plan) -> Costs:
         [stage.forward_seconds for stage in predicted],
         [stage.backward_seconds for stage in predicted],
         reduce=[
-            wires.reduce([placed[i] for i in taking_turns(plan.stages, index)], stage)
-            for index, stage in enumerate(predicted)
+            found.after + max(BESIDE * found.beside, found.beside - last * stage.backward_seconds)
+            for found, stage in zip(sums(plan), predicted, strict=True)
         ],
         links=link,
     )
+
+
+class StageSum(NamedTuple):
+    """Seconds of summing a stage's gradients: those that may run in its last backward, on GPUs, and
+    those that follow it."""
+
+    beside: float
+    after: float
+
+
+def sums(plan: Plan) -> list[StageSum]:
+    """The sum of each stage."""
+    placed, wires = holders(programs.compute(plan)), _Wires.of(plan)
+    return [
+        wires.reduce([placed[i] for i in taking_turns(plan.stages, index)], stage.predicted)
+        for index, stage in enumerate(plan.stages)
+    ]
+
+
+def last_share(plan: Plan) -> float:
+    """The share of its last backward in which a stage makes gradients: half where that is split."""
+    return 0.5 if splits(programs.compute(plan)) else 1.0
 
 
 def crossing_bytes(plan: Plan) -> dict[Channel, int]:
@@ -127,7 +158,7 @@ class _Wires:
         ends = zip(self._replicas(source), self._replicas(target), strict=True)
         return slowest(self.topology.pair(*pair) for pair in ends).wire(mesh.dp * mesh.tp)
 
-    def reduce(self, pps: Sequence[int], stage: StagePrediction) -> float:
+    def reduce(self, pps: Sequence[int], stage: StagePrediction) -> StageSum:
         """Seconds in which a stage's gradients are summed (`cluster.collective_time`).
 
         The sum is over the stage's replicas, on its pipeline rank or on those that take turns.
@@ -137,11 +168,16 @@ class _Wires:
         mesh, size = self.plan.mesh, stage.memory.gradients
         replicas = [device for pp in pps for device in self._replicas(pp)]
         if len(replicas) == 1 or self.plan.fully_sharded:
-            return 0.0
+            return StageSum(0.0, 0.0)
         levels, zero = self.topology.levels(replicas), self.plan.zero
         copying = self.plan.cluster.copying
         if self.plan.scatters:
             whole = size * mesh.dp  # of which a rank holds its rows
-            return half_sum(whole * self.plan.gathered_share, levels, mesh.tp, copying)
+            gathered = whole * self.plan.gathered_share
+            return StageSum(0.0, half_sum(gathered, levels, mesh.tp, copying))
         moved = size * (1 + self.plan.gathered_share) / 2 if zero else size
-        return gradient_sum(moved, levels, mesh.tp, zero, copying)
+        seconds = gradient_sum(moved, levels, mesh.tp, zero, copying)
+        if not self.plan.cluster.all_gpus:
+            return StageSum(0.0, seconds)
+        beside = summed_beside(size, levels, mesh.tp, zero, copying)
+        return StageSum(beside, seconds - beside)

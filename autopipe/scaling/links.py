@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autopipe.cluster.cluster import Cluster, Link
+from autopipe.cluster.efficiency import BESIDE
 from autopipe.planfile import predict
 from autopipe.planfile.contents import Plan
-from autopipe.scaling.expressions import BANDWIDTH, Expression, product, total
+from autopipe.scaling.expressions import BANDWIDTH, Expression, largest, product, total
 from autopipe.schedules.instructions import Channel
 
 
@@ -67,13 +68,24 @@ def on_farthest(cluster: Cluster, seconds: Callable[[Cluster], float]) -> Expres
     return total(max(0.0, one - depends), product(depends * bandwidth, ("^", BANDWIDTH, -1.0)))
 
 
-def sums(plan: Plan) -> list[Expression]:
-    """Each stage's seconds of summing gradients over replicas, as formulas."""
+def sums(plan: Plan, backward: Sequence[Expression]) -> list[Expression]:
+    """Each stage's seconds of summing gradients, without what its last backward hides, as formulas.
 
-    def of(stage: int) -> Callable[[Cluster], float]:
-        return lambda cluster: predict.costs(replace(plan, cluster=cluster)).reduce[stage]
+    Args:
+        backward: each stage's seconds of a backward.
+    """
 
-    return [on_farthest(plan.cluster, of(stage)) for stage in range(len(plan.stages))]
+    def of(stage: int, part: int) -> Expression:
+        return on_farthest(
+            plan.cluster, lambda cluster: predict.sums(replace(plan, cluster=cluster))[stage][part]
+        )
+
+    last, found = predict.last_share(plan), []
+    for stage, computing in enumerate(backward):
+        beside, after = of(stage, 0), of(stage, 1)
+        left = total(beside, product(-last, computing))
+        found.append(total(after, largest(product(BESIDE, beside), left) if beside else 0.0))
+    return found
 
 
 def wire(plan: Plan, channel: Channel) -> tuple[float, Expression]:

@@ -70,7 +70,7 @@ def sheet_of(
     channels = [*dict.fromkeys(_channels(plan))]
     stages = len(plan.stages)
     costs: list[Expression] = [f.forward for f in formulas] + [f.backward for f in formulas]
-    costs += links.sums(plan)
+    costs += links.sums(plan, [f.backward for f in formulas])
     ways: dict[Channel, tuple[Form, Form]] = {}
     for channel in channels:
         latency, byte = links.wire(plan, channel)

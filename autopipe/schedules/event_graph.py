@@ -22,8 +22,8 @@ With `Delays` the same walk tells the time of everything, that is the longest pa
 A wire is an ordered pair of ranks; it carries one tensor at a time, in the order in which they
 become ready. Two stages on one rank have no wire between them: their transfers take no time.
 
-REDUCE starts a sum when the compute instruction after it ends. That is an upper bound: a sum that
-goes bucket by bucket has finished its first buckets by then. A rank's sums follow each other and
+REDUCE starts what is left of a sum when the compute instruction after it ends: its seconds are
+without those of buckets that are summed by then. A rank's sums follow each other and
 run beside everything else; STEP ends after the last of them.
 """
 

@@ -294,7 +294,7 @@ def _recompute(text: str) -> str:
 
 def _attention(text: str) -> str:
     if "flash" in text and "unfused" not in text:
-        return "flash1" if re.search(r"flash.*v?1\.", text) else "flash"
+        return "flash1" if re.search(r"flash\D*1(?!\d)", text) else "flash"
     return "composed" if "torch" in text else "fused"
 
 

@@ -41,11 +41,13 @@ class Software:
         even: whether a pipeline's stages get equally many layers, embedding and head counted as a
             layer each where their number divides so alone.
         deepspeed: whether the optimizer is DeepSpeed's, in a pipeline of Megatron-DeepSpeed's.
+        lists: whether DeepSpeed is older than 0.5.9, whose ZeRO-3 exchanges weight by weight.
         keeps_dropout: whether fused kernels keep what a dropout made.
         fused_loss: whether a kernel makes the gradient of logits from what it has kept of them.
         eager_loss: whether blocks are compiled and the loss is not.
         early: whether its kernels are older than CUDA 12 and FlashAttention 2.
         overlaps: whether tensor-parallel ranks exchange while they multiply.
+        sums: whether gradients are summed over replicas while the last backward makes them.
         gathers: whether sequence-parallel ranks keep their parts alone of what they gather.
         no_dropout: whether it is known to have trained its model without dropout.
     """
@@ -54,11 +56,13 @@ class Software:
     fused: bool
     even: bool = True
     deepspeed: bool = False
+    lists: bool = False
     keeps_dropout: bool = False
     fused_loss: bool = False
     eager_loss: bool = False
     early: bool = False
     overlaps: bool = False
+    sums: bool = False
     gathers: bool = False
     no_dropout: bool = False
 
@@ -84,6 +88,8 @@ softmax, as `fused` alone, says nothing of other ops."""
 
 _OWN_CUTS = r"\(alpa\)|aleph-alpha"
 _DEEPSPEED = r"deepspeed|bigscience"
+_OF_2021 = r"sc'?21\b|2104\.04473"
+"""Sources that are older than 0.5.9 of DeepSpeed: Narayanan et al., SC21."""
 _FUSED_LOSS = r"llm-foundry"
 _EARLY = r"llm-foundry"
 """Its benchmarks, on H100 too, ran with torch 1.13 and 2.0 for CUDA 11.7 and 11.8, and the Triton
@@ -96,6 +102,13 @@ _NEMO = r"\bnemo\b|megatron.?bridge|dgxc"
 _OVERLAPS = rf"{_NEMO}|tp.comm.overlap"
 """NeMo's recipes turn on Transformer Engine's overlap of tensor parallelism, `tp_comm_overlap`, as
 Megatron-LM's measurements on H100 do (its README, "Training Speed and Scalability")."""
+_SUMS = rf"{_NEMO}|overlap.?grad"
+"""NeMo's recipes turn on `overlap_grad_reduce`. Megatron-LM sums after the last backward unless
+`--overlap-grad-reduce` is given, which it has had since 2023, and DeepSpeed's pipeline does
+(runtime/pipe/engine.py, _exec_reduce_grads); torch's DistributedDataParallel and FSDP sum in
+backward, and stand for rows of replicas alone."""
+_SCALING = r"megatron.*(readme|scaling|model_table)"
+"""That README's measurements on H100, which have both options, by what a row says of its source."""
 _GATHERS = rf"{_NEMO}|megatron-lm|korthikanti"
 """Megatron-LM's and Transformer Engine's linear layers gather once more in backward (`layers.py`,
 LinearWithGradAccumulationAndAsyncCommunication; Korthikanti et al., 2022, section 4.2.2)."""
@@ -118,14 +131,17 @@ def software_of(row: Row) -> Software:
     ).lower()
     even, deepspeed = not re.search(_OWN_CUTS, said), bool(re.search(_DEEPSPEED, said))
     profile = _profile(row)
+    measured = "h100" in (row.get("gpu") or "").lower() and bool(re.search(_SCALING, said))
     fused_loss = profile.fused_loss or bool(re.search(_FUSED_LOSS, said))
     return replace(
         profile,
         even=even,
         deepspeed=deepspeed,
+        lists=deepspeed and bool(re.search(_OF_2021, said)),
         fused_loss=fused_loss,
         early=bool(re.search(_EARLY, said)),
-        overlaps=bool(re.search(_OVERLAPS, said)),
+        overlaps=measured or bool(re.search(_OVERLAPS, said)),
+        sums=measured or bool(re.search(_SUMS, said)) or not deepspeed and _replicated(row),
         gathers=bool(re.search(_GATHERS, said)),
         no_dropout=bool(re.search(_NO_DROPOUT, f"{row.get('arch')} {row.get('model')}".lower())),
     )
@@ -142,8 +158,18 @@ def _profile(row: Row) -> Software:
         return MEGATRON
     if alone:
         return EAGER
-    ranks = any((row.get(name) or "1").strip() not in ("1", "") for name in ("tp", "pp"))
-    return MEGATRON if ranks and not re.search(_UNFUSED, said) else EAGER
+    return MEGATRON if _split(row) and not re.search(_UNFUSED, said) else EAGER
+
+
+def _split(row: Row) -> bool:
+    """It has several tensor-parallel ranks or pipeline stages."""
+    return any((row.get(name) or "1").strip() not in ("1", "") for name in ("tp", "pp"))
+
+
+def _replicated(row: Row) -> bool:
+    """It has replicas alone, without ZeRO of another kind than FSDP's."""
+    shard = (row.get("opt_shard") or "none").strip().lower()
+    return "fsdp" in shard or shard in ("none", "ddp") and not _split(row)
 
 
 def low_gradients(row: Row) -> bool:

@@ -18,12 +18,16 @@ from typing import Any
 import torch
 
 import autopipe
-from autopipe.cluster.cluster import Cluster, Device
+from autopipe.cluster.cluster import Cluster, Device, Link
+from autopipe.planfile import predict, programs
 from autopipe.planfile.again import repeated
 from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Prediction
 from autopipe.report.fullest import fullest
 from autopipe.schedules.instructions import format_programs
 from autopipe.schedules.registry import SCHEDULES
+from autopipe.schedules.simulate import simulate
+from benchmarks.published import deepspeed
 from benchmarks.published.cluster import (
     cluster_of,
     devices_changed,
@@ -120,6 +124,7 @@ def own_layout(run: Run) -> Outcome:
 
 def _layout(run: Run, *, compiled: bool) -> Outcome:
     cluster = _cluster(run)
+    waits = deepspeed.waits(run, cluster)
     with tempfile.TemporaryDirectory() as folder:
         layout: Asked = {
             "pp": run.pp,
@@ -128,7 +133,7 @@ def _layout(run: Run, *, compiled: bool) -> Outcome:
             "micro_batches": run.micro_batches,
         }
         plan = autopipe.plan(
-            **_asked(run, roomy(cluster)),
+            **_asked(run, roomy(_idle(cluster) if waits else cluster)),
             **layout,
             **_schedule(run, Path(folder)),
             planner="uniform" if run.software.even else "dynamic",
@@ -138,7 +143,16 @@ def _layout(run: Run, *, compiled: bool) -> Outcome:
             fuse_attention=False,  # the module writes it out where the run's software did
             sequence_parallel=run.sequence_parallel,
         )
-    return _with_its_loss(run, plan, outcome(plan, cluster))
+    found = outcome(plan if run.software.sums else _summed_after(plan), cluster)
+    found = dataclasses.replace(found, seconds=found.seconds + waits)
+    return _with_its_loss(run, plan, found)
+
+
+def _summed_after(plan: Plan) -> Plan:
+    """The plan, as if gradients were summed when the last backward has ended."""
+    whole = [sum(each) for each in predict.sums(plan)]
+    found = simulate(programs.step(plan), dataclasses.replace(predict.costs(plan), reduce=whole))
+    return dataclasses.replace(plan, prediction=Prediction(found.seconds, found.bubble))
 
 
 def _with_its_loss(run: Run, plan: Plan, found: Outcome) -> Outcome:
@@ -240,6 +254,12 @@ def roomy(cluster: Cluster) -> Cluster:
         return dataclasses.replace(device, memory=ROOM * device.memory)
 
     return devices_changed(cluster, larger)
+
+
+def _idle(cluster: Cluster) -> Cluster:
+    """The cluster with links that take no time: what goes over them is counted apart."""
+    link = Link(0.0, 1e18)
+    return dataclasses.replace(cluster, within=link, between=link)
 
 
 def _batch(run: Run, rows: int) -> dict[str, torch.Tensor]:

@@ -73,12 +73,15 @@ def answer(row: dict[str, str]) -> Line:
 
 
 def _question(recipe: Recipe, cluster: Cluster) -> Line:
+    """The question: all but the layout. Gradients are summed in 16 bits, as NVIDIA's performance
+    recipes do (`_perf_precision`: grad_reduce_in_fp32 = False)."""
     return {
         "model": partial(recipe.model.build, recipe.seq, recipe.rank),
         "inputs": tokens(recipe.seq),
         "cluster": cluster,
         "batch_size": recipe.batch,
         "precision": "bf16",
+        "grad_dtype": "bf16",
     }
 
 

@@ -26,6 +26,10 @@ the backwards hide some that the stages before it have still to run when it has 
 
     exposed_s = max(0, reduce_s - sum of B over the units before i)        reduce_s where B is split
 
+The stage's own last backward hides some too on GPUs, which sum a bucket as soon as its gradients
+are there: of X seconds that may run in it, max(e X, X - B) are left. X is all of reduce_s under
+ZeRO-0, under ZeRO-1 the half that scatters; of a split B there is its last half.
+
 ZeRO-2 and 3 have no such sum: in every micro-batch their B scatters gradients, and of ZeRO-3 it and
 its F gather parameters, a block ahead. With G and S seconds of these, G1 of the first block of a
 forward and GL of a backward, computing of GPUs leaves of them
@@ -63,6 +67,7 @@ from autopipe.cluster.collective_time import (
     Levels,
     gradient_sum,
     half_sum,
+    summed_beside,
 )
 from autopipe.planners.model.devices import DeviceGroup
 from autopipe.planners.model.places import StagePlace
@@ -119,6 +124,14 @@ def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: Devi
     return _linear(summed, moved, group.levels, problem.machine.streams)
 
 
+def beside_seconds(ranges: Tables, problem: Problem, config: Config, group: DeviceGroup) -> Times:
+    """Seconds of these sums that may run while a stage's last backward makes the gradients."""
+    if config.fully_sharded or config.scatters or not problem.machine.overlaps:
+        return np.zeros_like(ranges.earlier)
+    summed = partial(summed_beside, zero=config.zero, copying=problem.machine.copying)
+    return _linear(summed, ranges.summed, group.levels, problem.machine.streams)
+
+
 def _linear(exchange: _Exchange, sizes: int | Bytes | Times, levels: Levels, streams: int) -> Times:
     """An exchange of many sizes: its seconds are linear in them."""
     least = exchange(0.0, levels, streams)
@@ -161,7 +174,9 @@ class StageWork(NamedTuple):
         within, between: seconds of gathering tensors that come in parts
             (`transfers.gather_seconds`), and on the link (`transfers.transfer_seconds`).
         carrying: seconds of the longer of both ways over the link, where it may hide.
-        exposed: seconds of the sum of gradients that no backward hides.
+        sums, beside: seconds of the sum of gradients, and those of them that may run in the last
+            backward.
+        earlier: seconds in which the stages before it run their last backwards.
     """
 
     problem: Problem
@@ -175,7 +190,9 @@ class StageWork(NamedTuple):
     within: Times
     between: Times
     carrying: Times
-    exposed: Times
+    sums: Times
+    beside: Times
+    earlier: Times
 
     def only(self, wanted: NDArray[np.bool_]) -> StageWork:
         """The work of some ranges, in a row."""
@@ -246,7 +263,15 @@ class StageWork(NamedTuple):
             further = np.maximum(computing, self.carrying)
         taken = -(-config.micro_batches // place.turns)  # by the rank that has most
         period = np.asarray(further * (taken / config.micro_batches))
-        return StageSeconds(whole, period, self.exposed)
+        return StageSeconds(whole, period, self._exposed(recompute, offloaded))
+
+    def _exposed(self, recompute: float | Times, offloaded: int | Bytes) -> Times:
+        """The seconds of the sum of gradients that no backward hides."""
+        last = self.backward + recompute + self.copying(recompute, offloaded).backward
+        if splits(self.problem, self.config.schedule):
+            last = last / 2
+        left = np.maximum(efficiency.BESIDE * self.beside, self.beside - last)
+        return np.asarray(np.maximum(self.sums - self.beside + left - self.earlier, 0.0))
 
 
 def stage_work(problem: Problem, config: Config, place: StagePlace, ranges: Tables) -> StageWork:
@@ -265,7 +290,7 @@ def stage_work(problem: Problem, config: Config, place: StagePlace, ranges: Tabl
         rate = wire_rate(problem, config, before)
         carrying = np.maximum(ranges.received, ranges.received_gradient) / rate
     # Split backwards are put off until all stages end together, and nothing hides behind another.
-    hidden = 0.0 if splits(problem, config.schedule) else ranges.earlier
+    hidden = np.zeros(()) if splits(problem, config.schedule) else ranges.earlier
     return StageWork(
         problem=problem,
         config=config,
@@ -278,7 +303,9 @@ def stage_work(problem: Problem, config: Config, place: StagePlace, ranges: Tabl
         within=gather_seconds(ranges, problem, kind),
         between=transfer_seconds(ranges, problem, config, before),
         carrying=carrying,
-        exposed=np.maximum(reduce_seconds(ranges, problem, config, group) - hidden, 0.0),
+        sums=reduce_seconds(ranges, problem, config, group),
+        beside=beside_seconds(ranges, problem, config, group),
+        earlier=hidden,
     )
 
 

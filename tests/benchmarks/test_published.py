@@ -190,6 +190,38 @@ def test_what_deepspeed_holds_of_gradients(
     assert deepspeed.held(run, int(9e9), parts) == held
 
 
+@pytest.mark.parametrize(("recompute", "exchanges"), [("full", 4), ("none", 3)])
+def test_zero_3_of_2021_waits_for_each_weight(recompute: str, exchanges: int) -> None:
+    """Two nodes of 8. Of 3, 1, 4 and 4 times h^2 elements each rank gathers 7/8 within its node and
+    an eighth of 1/2 from the other; every list has 16 tensors, each a launch."""
+    says = {"source": "Narayanan et al. SC'21", "notes": "ZeRO-3 via DeepSpeed", "tp": 1, "pp": 1}
+    run = read(row(**says, opt_shard="zero3", n_gpus=16, recompute=recompute))
+    cluster = tool.cluster_of(run.gpu, None, run.devices, run.per_node, "", "")
+    near, far_off = cluster.within, cluster.between
+    moved = 2 * 12 * 1024**2
+    wire = 7 / 8 * moved / near.bandwidth + 1 / 2 * moved / 8 / far_off.bandwidth
+    starts = 4 * (7 * near.latency + far_off.latency + 16 * 5e-6)
+    waits = 8 * exchanges * (wire + starts)
+    assert deepspeed.waits(run, cluster) == pytest.approx(waits)
+    # Of a layer that is gathered whole, 24 GB, no more than 1e9 elements are there at once.
+    parts = {**dict.fromkeys(deepspeed.STATES, 0), "copies": int(24e9)}
+    assert deepspeed.held(run, int(60e9), parts) == (38e9, 38e9)
+    later = read(row(**{**says, "source": "a later DeepSpeed"}, opt_shard="zero3", n_gpus=16))
+    assert deepspeed.waits(later, cluster) == 0
+
+
+@pytest.mark.long
+def test_what_zero_3_of_2021_waits_for_is_added_to_computing() -> None:
+    """Whatever the links, what is left without the waits is the same."""
+    says = {"source": "Narayanan et al. SC'21", "notes": "ZeRO-3 via DeepSpeed", "tp": 1, "pp": 1}
+    computing = []
+    for links in ("NVLink3 (12 links)", "NVLink3 (1 links)"):
+        run = read(row(**says, opt_shard="zero3", layers=2, intra_node=links))
+        cluster = tool.cluster_of(run.gpu, None, 8, 8, run.within, "")
+        computing.append(tool.own_layout(run).seconds - deepspeed.waits(run, cluster))
+    assert computing[0] == pytest.approx(computing[1]) and computing[0] > 0
+
+
 def test_nvidia_smi_shows_what_the_allocator_reserves() -> None:
     run = read(row(**DEEPSPEED, precision="fp16", mem_kind="nvidia-smi"))
     parts = {**dict.fromkeys(deepspeed.STATES, 0), "activations": int(1.5e9), "passing": 0}
@@ -220,6 +252,24 @@ def test_recomputation_of_every_other_layer_is_half_of_all() -> None:
     assert half.seconds - none.seconds == pytest.approx((full.seconds - none.seconds) / 2, rel=0.02)
     assert full.needed < half.needed < none.needed and ops.needed < none.needed
     assert none.seconds < ops.seconds < full.seconds
+
+
+def test_ddp_and_who_says_so_sum_gradients_in_the_last_backward() -> None:
+    """DeepSpeed, and Megatron-LM without its option, begin when it has ended."""
+    assert read(row(tp=1, pp=1)).software.sums
+    assert read(row(notes="--overlap-grad-reduce")).software.sums
+    assert not read(row()).software.sums
+    assert read(row(opt_shard="FSDP2 (zero3)")).software.sums
+    assert not read(row(tp=1, pp=1, notes="DeepSpeed")).software.sums
+    assert not read(row(tp=1, pp=1, opt_shard="zero1")).software.sums
+
+
+@pytest.mark.long
+def test_sums_that_follow_the_last_backward_take_longer() -> None:
+    beside, after = (
+        tool.own_layout(read(row(layers=2, notes=notes))) for notes in ("--overlap-grad-reduce", "")
+    )
+    assert beside.seconds < after.seconds and beside.bubble < after.bubble
 
 
 @pytest.mark.long

@@ -77,7 +77,27 @@ def test_what_nemo_does_is_known_of_its_rows() -> None:
     assert nemo.low_gradients and nemo.software.overlaps
     assert not megatron.low_gradients and not megatron.software.overlaps
     assert read(row(notes="--tp-comm-overlap")).software.overlaps
+    scaling = {"source": "NVIDIA/Megatron-LM README, weak scaling"}
+    hopper = read(row(**scaling, gpu="H100-SXM5-80GB")).software
+    assert hopper.sums and hopper.overlaps and not read(row(**scaling)).software.sums
+    assert nemo.software.sums and not megatron.software.sums
     assert megatron.dropout and not read(row(model="Nemotron4-15B")).dropout
+
+
+@pytest.mark.parametrize(
+    ("text", "read_as"),
+    [
+        ("flash_attentionv1.0.8", "flash1"),
+        ("FlashAttention 1", "flash1"),
+        ("flash_attention2 + RMS kernel", "flash"),
+        ("flash-attn 2.1", "flash"),
+        ("flash (SDPA)", "flash"),
+        ("unfused (pre-flash)", "fused"),
+        ("torch", "composed"),
+    ],
+)
+def test_what_is_said_of_attention(text: str, read_as: str) -> None:
+    assert read(row(attention=text)).attention == read_as
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autopipe.cluster.cluster import Group, Link, NodeGroup
+from autopipe.cluster.efficiency import BESIDE
 from autopipe.planfile import predict
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Batch, Boundary, Mesh, Place, Transfer
@@ -131,17 +132,19 @@ def test_a_boundary_is_as_slow_as_its_slowest_pair_of_ranks() -> None:
 def test_gradients_are_summed_in_a_ring() -> None:
     """20 GiB over three replicas: 2 * 2 / 3 of them, in 2 * 2 messages, over the slower link.
 
-    Before that they are read and written once, into the buckets that are sent.
+    Before that they are read and written once, into the buckets that are sent. On GPUs the sum
+    begins while the last backward runs, which hides 2 ms of it.
     """
     fast, slow = Link(0.0, 1e11), Link(0.5, 2**30)
     alone = over(chain(1, 2), slow)
     assert predict.costs(alone).reduce == [0.0]
     one_node = predict.costs(placed(over(chain(1, 2), fast, slow), 3, [0, 0, 0]))
-    assert one_node.reduce == [pytest.approx(4 / 3 * 20 * 2**30 / 1e11 + copies(2))]
+    assert one_node.reduce == [pytest.approx(4 / 3 * 20 * 2**30 / 1e11 + copies(2) - 2e-3)]
     plan = placed(over(chain(1, 2), fast, slow), 3, [0, 0, 1])
-    assert predict.costs(plan).reduce == [pytest.approx(4 / 3 * 20 + 4 * 0.5 + copies(2))]
-    # Both micro-batches, then the sum of what the last backward makes.
-    assert predict.timeline(plan).seconds == pytest.approx(2 * 3e-3 + 4 / 3 * 20 + 2 + copies(2))
+    assert predict.costs(plan).reduce == [pytest.approx(4 / 3 * 20 + 4 * 0.5 + copies(2) - 2e-3)]
+    # Both micro-batches, the last backward without its 2 ms, and the sum of what it makes.
+    seconds = 2 * 3e-3 - 2e-3 + 4 / 3 * 20 + 2 + copies(2)
+    assert predict.timeline(plan).seconds == pytest.approx(seconds)
 
 
 def test_a_sum_goes_by_levels_where_nodes_have_equally_many() -> None:
@@ -149,7 +152,7 @@ def test_a_sum_goes_by_levels_where_nodes_have_equally_many() -> None:
     near, far = Link(0.0, 20 * 2**30), Link(0.5, 2**30)
     plan = placed(over(chain(1, 2), near, far), 4, [0, 0, 1, 1])
     wires = 2 * 1 / 2 * 1 + 2 * (1 / 2 * 10 + 0.5)
-    assert predict.costs(plan).reduce == [pytest.approx(wires + copies(2))]
+    assert predict.costs(plan).reduce == [pytest.approx(wires + copies(2) - 2e-3)]
 
 
 def test_what_all_ranks_of_a_stage_send_takes_turns_on_a_link_between_sites() -> None:
@@ -168,15 +171,30 @@ def test_under_zero_1_the_ring_has_two_halves_and_under_zero_3_there_is_none() -
         replace(plan, stages=tuple(replace(stage, zero=zero) for stage in plan.stages))
         for zero in (1, 2, 3)
     )
-    assert predict.costs(plan).reduce == [pytest.approx(20.0 + copies(2))]
-    assert predict.costs(one).reduce == [pytest.approx(20.0 + copies(6))]
+    # The last backward, 2 ms, hides of the whole sum, and of its first half.
+    assert predict.costs(plan).reduce == [pytest.approx(20.0 + copies(2) - 2e-3)]
+    assert predict.costs(one).reduce == [pytest.approx(20.0 + copies(6) - 2e-3)]
     # Under ZeRO-2 the second half is left, of twice the gradients: a rank has half of them.
     assert predict.costs(two).reduce == [pytest.approx(20.0 + copies(6))]
     assert predict.costs(three).reduce == [0.0]
     # With fp32 masters the second half has 16 bits.
     assert predict.costs(replace(one, precision="bf16")).reduce == [
-        pytest.approx((20.0 + copies(6)) * 3 / 4)
+        pytest.approx((20.0 + copies(6)) * 3 / 4 - 2e-3)
     ]
+
+
+def test_a_short_sum_costs_what_computing_beside_it_loses() -> None:
+    """A sum that ends within the last backward of GPUs takes a share of it; CPUs sum after it."""
+    plan = placed(over(chain(1, 2), Link(0.0, 1e15)), 2, [0, 0])
+    beside = copies(2) + 20 * 2**30 / 1e15
+    slow = replace(plan.stages[0].predicted, backward_seconds=2 * beside)
+    plan = replace(plan, stages=(replace(plan.stages[0], predicted=slow),))
+    assert predict.costs(plan).reduce == [pytest.approx(BESIDE * beside)]
+    assert predict.sums(plan) == [(pytest.approx(beside), 0.0)]
+    node = plan.cluster.nodes[0]
+    cpu = replace(node.groups[0], device=replace(node.groups[0].device, kind="cpu"))
+    here = replace(plan.cluster, nodes=(replace(node, groups=(cpu,)),))
+    assert predict.costs(replace(plan, cluster=here)).reduce == [pytest.approx(beside)]
 
 
 def test_what_runs_ahead_is_chosen_from() -> None:

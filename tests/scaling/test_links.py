@@ -1,11 +1,16 @@
 """The farthest link of a cluster, faster and slower."""
 
+from dataclasses import replace
+
 import pytest
 
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.spec import parse
+from autopipe.planfile import predict
+from autopipe.planfile.parts import Batch, Mesh, Place
 from autopipe.scaling import links
 from autopipe.scaling.expressions import value
+from tests.support.plans import chain
 
 
 def cluster(line: str) -> Cluster:
@@ -42,3 +47,19 @@ def test_seconds_on_a_link_are_a_formula_in_its_bandwidth() -> None:
     for bandwidth in (1e9, 7e9, 1e12):
         assert value(found, {"w": bandwidth}) == pytest.approx(0.5 + 3e9 / bandwidth)
     assert links.on_farthest(cluster("2x2xA100-80GB"), lambda c: 0.5) == 0.5
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_sums_of_gradients_are_formulas_too_with_what_the_last_backward_hides(zero: int) -> None:
+    """From links on which it hides a part of a sum to those on which it hides all."""
+    plan = chain(1, 2)
+    places = tuple(Place(rank, 0, rank, 0, rank, 0, "cuda") for rank in range(2))
+    stage = replace(plan.stages[0], zero=zero)
+    stage = replace(stage, predicted=replace(stage.predicted, backward_seconds=5.0))
+    plan = replace(plan, cluster=cluster("2x1xA100-80GB"), mesh=Mesh(1, 2, 1, places))
+    plan = replace(plan, batch=Batch(4, 2), stages=(stage,))
+    (found,) = links.sums(plan, [5.0])
+    for bandwidth in (1e9, 4e9, 1e12):
+        there = replace(plan, cluster=links.with_bandwidth(plan.cluster, bandwidth))
+        seconds = predict.costs(there).reduce[0]
+        assert value(found, {"w": bandwidth}) == pytest.approx(seconds)

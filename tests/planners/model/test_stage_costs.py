@@ -190,6 +190,26 @@ def test_gradients_are_summed_over_the_replicas_and_hide_behind_earlier_backward
     assert reduce_seconds(unit, PROBLEM, TWO_STAGES, alone.group) == 0
 
 
+@pytest.mark.parametrize(("schedule", "share"), [("1f1b", 1.0), ("zb-h1", 0.5)])
+def test_on_gpus_the_last_backward_hides_sums_of_gradients(schedule: str, share: float) -> None:
+    """As much as it takes, with what runs again, or its second half where it is split; if that is
+    all, what computing loses is left. What ZeRO-1 gathers for the next step follows it."""
+    gpus = replace(PROBLEM, machine=replace(PROBLEM.machine, overlaps=True))
+    unit = ranges(last=1, first=0)
+    for zero in (0, 1):
+        config = FOUR_REPLICAS._replace(zero=zero, schedule=schedule)
+        place = given(gpus, config, 0)
+        whole = float(reduce_seconds(unit, gpus, config, place.group))
+        beside = whole / (1 + zero)
+        backward = float(unit.backward[0])
+        assert 0 < share * backward < beside
+        seconds = stage_seconds(gpus, config, place, unit, 0.0)
+        assert seconds.exposed == pytest.approx(whole - share * backward)
+        again = stage_seconds(gpus, config, place, unit, 10 * whole)
+        assert again.exposed == pytest.approx(whole - beside + BESIDE * beside)
+        assert stage_seconds(PROBLEM, config, place, unit, 0.0).exposed == whole
+
+
 def test_zero_3_gathers_in_every_micro_batch_and_has_nothing_left_to_sum() -> None:
     """Forward gathers, backward gathers and scatters: each 3 / 4 of 150 bytes, 3 hops, and 3 times
     150 bytes in a rank's own memory."""
