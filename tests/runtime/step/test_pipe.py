@@ -1,7 +1,7 @@
 """Training steps in real processes are those of one process.
 
-What happens in processes is told in `pipe_stories`, `step_stories`, `tp_stories`, `part_stories`,
-`loss_stories`, `turn_stories`, `zero_stories`.
+What happens in processes is told in `pipe_stories`, `step_stories`, `state_dict_stories`,
+`tp_stories`, `part_stories`, `loss_stories`, `turn_stories`, `zero_stories`.
 """
 
 import copy
