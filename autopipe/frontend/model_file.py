@@ -192,16 +192,16 @@ def load(source: str) -> ModelFile:
         module, factory = _module(source)
         drawn = seeding.places()
     for required, does in ((factory, "builds the model"), ("inputs", "gives an example batch")):
-        if not callable(getattr(module, required, None)):
+        if not callable(found := getattr(module, required, None)) or isinstance(found, nn.Module):
             arguments = "batch_size" if required == "inputs" else ""
+            is_it = f": it is a {type(found).__name__}, built already" if callable(found) else ""
             raise ModelError(
-                f"{source} has no function {required}({arguments}), which {does}",
+                f"{source} has no function {required}({arguments}), which {does}{is_it}",
                 hint=f"def {required}({arguments}): ...",
             )
-    size = getattr(module, "batch_size", None)
+    size, over = getattr(module, "batch_size", None), getattr(module, "loss_over", ROWS)
     if size is not None and (not isinstance(size, int) or size < 1):
         raise ModelError(f"{source}: batch_size is {size!r}, expected a number of rows")
-    over = getattr(module, "loss_over", ROWS)
     if over not in LOSS_OVER:
         raise ModelError(f"{source}: loss_over is {over!r}, expected one of {', '.join(LOSS_OVER)}")
     lengths = getattr(module, "lengths", ())
@@ -209,8 +209,8 @@ def load(source: str) -> ModelFile:
         raise ModelError(f"{source}: lengths is {lengths!r}, expected numbers of tokens")
 
     def function(name: str, gives: str | None = None) -> Any:
-        found = getattr(module, name, None)
-        return _guarded(found, f"{source}: {name}", gives) if callable(found) else None
+        given = getattr(module, name, None)
+        return _guarded(given, f"{source}: {name}", gives) if callable(given) else None
 
     batches, length = getattr(module, "batches", None), None
     called = batches is None or callable(batches)

@@ -297,6 +297,13 @@ def test_a_function_that_is_required(name: str) -> None:
     assert error.hint == f"def {name}({arguments}): ..."
 
 
+def test_a_model_that_is_built_already() -> None:
+    """Bug: `model() raised TypeError: Linear.forward() missing 1 required positional argument`."""
+    error = refused("from torch import nn\nmodel = nn.Linear(4, 4)\n")
+    wanted = "net.py has no function model(), which builds the model"
+    assert error.message == f"{wanted}: it is a Linear, built already"
+
+
 @pytest.mark.parametrize("size", ["0", "-8", "'8'", "2.5"])
 def test_a_batch_size_that_is_no_number_of_rows(size: str) -> None:
     error = refused(SMALLEST, f"batch_size = {size}\n")
