@@ -69,7 +69,7 @@ def read(
         with _Stored(file) as stored:
             keys += stored.keys
             prefix = _prefix(graph, names, stored.keys)
-            strangers += _strangers(graph, stored.keys, prefix)
+            strangers += strangers_in(graph, stored.keys, prefix)
             for name in names:
                 for key in _stored_names(graph, name, stored.keys, prefix):
                     tensor, place = stored.tensor(key), (file, key)
@@ -79,7 +79,7 @@ def read(
                     )
                     tensors.setdefault(name, tensor)
                     prefixes.add(prefix)
-    _say_names(path, prefixes, strangers, say)
+    say_names(path, prefixes, strangers, say)
     check_shapes(path, graph, names, {n: t.shape for n, t in tensors.items()}, optional, keys)
     return {name: tensor.to(graph.states[name].held.dtype) for name, tensor in tensors.items()}
 
@@ -135,16 +135,16 @@ def _check_same(
     )
 
 
-def _strangers(graph: Graph, keys: Collection[str], prefix: str) -> list[str]:
+def strangers_in(graph: Graph, keys: Collection[str], prefix: str = "") -> list[str]:
     """The stored names that are none of the model's."""
     known = {prefix + n for name, state in graph.states.items() for n in (name, *state.aliases)}
     return [key for key in keys if key not in known]
 
 
-def _say_names(
+def say_names(
     path: Path, prefixes: Collection[str], strangers: Sequence[str], say: Say | None
 ) -> None:
-    """Say what is left out of the stored names, and which tensors."""
+    """Say what is left out of the stored names, and of the stored tensors."""
     if say is None:
         return
     for prefix in sorted({*prefixes} - {""}):
@@ -168,6 +168,11 @@ class _Stored:
         try:
             self._file: Any = safe_open(str(path), framework="pt")
         except SafetensorError as error:
+            if "not fully covered" in str(error):
+                raise ModelError(
+                    f"weights {str(path)!r} is a safetensors file that is not as long as it says",
+                    hint="was it copied or downloaded whole?",
+                ) from error
             raise ModelError(
                 f"weights {str(path)!r} is no file of weights: it does not begin as one",
                 hint=f"weights are {KINDS}",
@@ -268,7 +273,7 @@ def _read_distributed(
     keys = {name: key for name, key in found.items() if key is not None}
     shapes = {name: stored.shapes[key] for name, key in keys.items()}
     check_shapes(path, graph, names, shapes, optional, stored.shapes)
-    _say_names(path, {prefix} if keys else set(), (), say)
+    say_names(path, {prefix} if keys else set(), (), say)
     specs = {name: graph.states[name].held for name in keys}
     tensors = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
     stored.fill({keys[name]: tensor for name, tensor in tensors.items()})

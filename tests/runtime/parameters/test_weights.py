@@ -5,6 +5,7 @@ torch.distributed.checkpoint in `test_distributed_folder`.
 """
 
 import json
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,14 @@ def test_a_complex_tensor_is_no_real_one(tmp_path: Path) -> None:
     torch.save({**STORED, "up.bias": STORED["up.bias"] * 1j}, tmp_path / "m.pt")
     with pytest.raises(ModelError, match="'up.bias' is stored in complex64, in the model float32"):
         found(tmp_path / "m.pt")
+
+
+def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+    """Bug: it did not begin as a file of weights, it was said."""
+    save_file(STORED, tmp_path / "m.safetensors")
+    os.truncate(tmp_path / "m.safetensors", (tmp_path / "m.safetensors").stat().st_size - 1)
+    with pytest.raises(ModelError, match="not as long as it says\nhint: was it copied"):
+        found(tmp_path)
 
 
 def test_files_that_have_one_tensor_twice(tmp_path: Path) -> None:
