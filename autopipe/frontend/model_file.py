@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.errors import ModelError
-from autopipe.frontend import hf_folder, user_lines
+from autopipe.frontend import hf_folder, row_length, user_lines
 from autopipe.frontend.construct import off_gpus
 from autopipe.frontend.optimizer import (
     CUSTOM,
@@ -200,17 +200,18 @@ def load(source: str) -> ModelFile:
                 hint=f"def {required}({arguments}): ...",
             )
     size, over = getattr(module, "batch_size", None), getattr(module, "loss_over", ROWS)
-    if size is not None and (not isinstance(size, int) or size < 1):
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ModelError(f"{source}: batch_size is {size!r}, expected a number of rows")
     if over not in LOSS_OVER:
         raise ModelError(f"{source}: loss_over is {over!r}, expected one of {', '.join(LOSS_OVER)}")
-    lengths = getattr(module, "lengths", ())
-    if not isinstance(lengths, tuple | list) or not all(isinstance(n, int) for n in lengths):
-        raise ModelError(f"{source}: lengths is {lengths!r}, expected numbers of tokens")
 
     def function(name: str, gives: str | None = None) -> Any:
         given = getattr(module, name, None)
-        return _guarded(given, f"{source}: {name}", gives) if callable(given) else None
+        if not (given is None or callable(given)):
+            kind = type(given).__name__
+            hint = f"def {name}(...): ..., which gives it"
+            raise ModelError(f"{source}: {name} is a {kind}, expected a function", hint=hint)
+        return None if given is None else _guarded(given, f"{source}: {name}", gives)
 
     batches, length = getattr(module, "batches", None), None
     called = batches is None or callable(batches)
@@ -222,7 +223,7 @@ def load(source: str) -> ModelFile:
         source=source,
         model=seeding.alike(function(factory, "nn.Module"), drawn),
         inputs=function("inputs"),
-        loss=getattr(module, "loss", None),
+        loss=function("loss") and module.loss,
         batches=batches,
         optimizer=without_names(optimizer) if named else optimizer,
         scheduler=function("scheduler", "torch.optim.lr_scheduler.LRScheduler"),
@@ -233,7 +234,7 @@ def load(source: str) -> ModelFile:
         by_name=optimizer if named else None,
         weights=getattr(module, "weights", None) if source.startswith(hf_folder.SCHEME) else None,
         max_grad_norm=max_grad_norm(module, source),
-        lengths=tuple(lengths),
+        lengths=row_length.asked_in(module, source),
         loaded=getattr(module, "loaded", None) if source.startswith(hf_folder.SCHEME) else None,
     )
 
@@ -338,12 +339,10 @@ def _by_name(name: str) -> ModuleType:
     try:
         module: ModuleType = user_lines.run_module(lambda: importlib.import_module(name), name)
     except ModelError as error:
-        missing = getattr(error.__cause__, "name", None)
-        if isinstance(error.__cause__, ModuleNotFoundError) and f"{name}.".startswith(
-            f"{missing}."
-        ):
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and f"{name}.".startswith(f"{cause.name}."):
             raise ModelError(
-                f"there is no module {missing!r}, asked for the model in {name!r}",
+                f"there is no module {cause.name!r}, asked for the model in {name!r}",
                 hint=f"modules are looked for in {Path.cwd()} and where packages are installed",
             ) from error
         raise

@@ -13,12 +13,27 @@ from typing import Any
 
 from torch import Tensor
 
+from autopipe.errors import ModelError
 from autopipe.ir.graph import SEQUENCE
 from autopipe.planfile.parts import InputSpec
 from autopipe.util import dims
 
 SHORTEST = 8
 """The fewest tokens of a row for a sequence whose length may change."""
+
+
+def asked_in(module: Any, source: str) -> tuple[int, ...]:
+    """The `lengths` of a model file, in tokens; none if it has none.
+
+    Raises:
+        ModelError: they are no numbers of tokens.
+    """
+    found = getattr(module, "lengths", ())
+    if not isinstance(found, tuple | list) or not all(
+        isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in found
+    ):
+        raise ModelError(f"{source}: lengths is {found!r}, expected numbers of tokens")
+    return tuple(found)
 
 
 def _of_tokens(specs: Sequence[InputSpec]) -> tuple[InputSpec, int] | None:
