@@ -67,6 +67,14 @@ class Kept:
             "pipe.save(folder) writes a checkpoint",
         )
 
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse `pipe(x)`, as a module is called."""
+        raise AutopipeError(
+            "a pipe is not called as a module: its ranks compute forward and backward together",
+            hint="loss = pipe.step(batch) trains, and leaves gradients; loss, outputs = "
+            "pipe.evaluate(batch, outputs=True) is forward alone",
+        )
+
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers; all ranks' together are the model's.
 

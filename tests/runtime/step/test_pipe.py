@@ -202,6 +202,11 @@ def test_a_pipe_is_not_copied(copied: Callable[[Any], object], pipe: Pipe) -> No
         copied(pipe)
 
 
+def test_a_pipe_is_not_called(pipe: Pipe) -> None:
+    with pytest.raises(AutopipeError, match=r"is not called .*\nhint: loss = pipe.step\(batch\)"):
+        pipe(torch.zeros(2, 4))
+
+
 def test_the_state_dict_is_the_models() -> None:
     """Parameters and persistent buffers under the model's names; a copy of none."""
     model = ZOO["unet"].model()
