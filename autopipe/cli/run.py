@@ -17,7 +17,7 @@ from autopipe.errors import AutopipeError
 from autopipe.terminal import console
 from autopipe.terminal.commands import PlanArgument, command
 from autopipe.terminal.console import say, tell
-from autopipe.terminal.paths import check_folder, model_source, relative, say_edits
+from autopipe.terminal.paths import check_file, model_source, relative, say_edits
 from autopipe.util import atomic_file, codec, numbers
 from autopipe.util.gc_pause import loading
 
@@ -127,7 +127,7 @@ def run(
         if record is not None:
             recorded.begin(record, leads=leads, resume=resume)
             metrics, trace = metrics or record / recorded.METRICS, trace or record / recorded.TRACE
-        check_folder(trace)
+        check_file(trace)
         if save is not None:
             atomic_file.check_model(save)
         keeping = _keeping(checkpoints, save_every, keep, seed, resume=resume, replan=replan)
