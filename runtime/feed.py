@@ -46,6 +46,7 @@ class Feed:
     Attributes:
         given: the batches that were given out.
         left_out: the batches that were not, since their rows do not divide.
+        steps_before: the run's steps by batches that this feed does not know.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Feed:
                 hint=f"--steps {epochs}, or def batches(batch_size): ... in the file",
             )
         plan, place = pipe.plan, pipe.place
-        self.given = self.left_out = 0
+        self.given = self.left_out = self.steps_before = 0
         self._epoch_at = self._drawn = 0
         self._resumed: Mapping[str, Any] | None = None
         self._random = _random_states()
@@ -157,7 +158,7 @@ class Feed:
         """Say so if the batches have ended before the wanted number of steps."""
         if self.left_out > 1:
             self._say(f"{self._asking()}: {self.left_out} batches were left out in all")
-        if steps is None or self.given >= steps or not self.given:
+        if steps is None or self.given + self.steps_before >= steps or not self.given:
             return
         epochs = -(-steps * self._epochs // self.given)
         self._say(

@@ -144,6 +144,13 @@ class Keeper:
             )
         with fence(f"{loaded.folder}: the optimizer's attributes"):
             self._attributes.restore(loaded.values.get("attributes", {}))
-        self._feed.go_to(loaded.values["position"])
         self._say(f"goes on from {loaded.folder}, after step {loaded.step}")
+        if "position" in loaded.values:
+            self._feed.go_to(loaded.values["position"])
+        else:
+            self._feed.steps_before = loaded.step
+            self._say(
+                f"{loaded.folder} was saved by a script's pipe.save, which knows no batches: the "
+                "run begins with the first"
+            )
         return loaded.step

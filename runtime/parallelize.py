@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from autopipe.errors import PlanError
 from autopipe.frontend.loss import Loss
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.checkpoint import trained
@@ -65,7 +66,7 @@ def parallelize(
     Raises:
         LaunchError: other processes were started than the plan is for.
         PlanError: the plan was made for another model (names the first node that differs), or with
-            another loss.
+            another loss; or `offload` is given for one of another ZeRO stage.
         ModelError: the model cannot be captured; or a parameter's values are missing, or differ
             between ranks, or are not those that another pipe has trained.
         ScheduleError: the programs in `emitted` would wait for each other, or are incomplete.
@@ -74,6 +75,12 @@ def parallelize(
         check_fresh(model)
     checked = check_plan(plan, loss, emitted)
     plan, sharding = checked.plan, checked.sharding
+    if offload and plan.zero < 3:
+        raise PlanError(
+            "offload keeps shards of ZeRO-3 in the host's memory, and the plan is of ZeRO-"
+            f"{plan.zero}",
+            hint="plan with --zero 3; plan --offload auto is of what backward needs",
+        )
     joined = join(plan)
     traced = trace_planned(model, inputs, loss, plan)
     part = own_part(checked, joined, traced.trace)

@@ -156,6 +156,7 @@ class _OneStep:
 
     Attributes:
         keep_going: whether to go on if the loss is no finite number.
+        overflows: the steps of fp16 so far whose gradients overflowed.
     """
 
     pipe: Pipe
@@ -165,6 +166,7 @@ class _OneStep:
     readings: _Readings
     say: Callable[[str], None]
     keep_going: bool
+    overflows: int = 0
 
     def __post_init__(self) -> None:
         self._clock = clock_of(self.pipe.device)
@@ -179,6 +181,7 @@ class _OneStep:
             loss = pipe.step(batch, sharded=sharded)
             around.append(clock.mark())  # what a plan predicts ends with the gradients
             self._note(float(loss))
+            self._note_overflow(number)
             norm = None if limit is None else float(pipe.clip_grad_norm_(limit))
             self.keeper.before_update()
             update(self.optimizer, seeding.seed(pipe.seed, "optimizer", pipe.steps))
@@ -197,6 +200,19 @@ class _OneStep:
             raise error
         if error is not None and self.pipe.place.rank == 0:
             self.say(error.message)
+
+    def _note_overflow(self, number: int) -> None:
+        """Say of a step's overflow that it is passed over: of the 1st, 2nd, 4th, ... one."""
+        scale = self.pipe.loss_scale
+        if self.pipe.kept or scale is None:
+            return
+        self.overflows += 1
+        if self.pipe.place.rank == 0 and self.overflows.bit_count() == 1:
+            so_far = f", as {self.overflows} steps so far" if self.overflows > 1 else ""
+            self.say(
+                f"step {number}: gradients overflowed in fp16, so it changes no weight{so_far}; "
+                f"the loss scale is {scale.scale:g} now"
+            )
 
 
 @dataclass

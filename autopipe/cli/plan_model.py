@@ -15,7 +15,7 @@ from autopipe.terminal import console
 from autopipe.terminal.commands import Json, ModelArgument, command
 from autopipe.terminal.console import say
 from autopipe.terminal.contract import CONTRACT
-from autopipe.terminal.paths import check_folder, relative
+from autopipe.terminal.paths import check_file, relative
 from autopipe.util import numbers
 from autopipe.util.gc_pause import until_exit
 from autopipe.util.progress import phase
@@ -180,7 +180,7 @@ def plan(
     the figures that `autopipe explain --json` gives.
     """
     until_exit()
-    check_folder(output)
+    check_file(output)
     watch = Stopwatch()
     watch.add("started", time.process_time())
     with watch("started"), phase("starting"):

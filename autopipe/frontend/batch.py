@@ -131,7 +131,11 @@ def describe(batch: object, other: object | None, rows: int, other_rows: int) ->
     if other is not None and list(leaves) != list(others):
         raise ModelError(
             f"inputs({rows}) has the entries {list(leaves)}, inputs({other_rows}) has "
-            f"{list(others)}: they must be the same"
+            f"{list(others)}: they must be the same",
+            hint="a list with an entry for each row cannot be cut: make it a tensor, or leave it "
+            "out, also of what batches() gives"
+            if len(leaves) != len(others)
+            else None,
         )
     kinds = {path or "0": within for path, _, within in _walk(batch)}
     specs = []

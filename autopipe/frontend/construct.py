@@ -204,10 +204,13 @@ class _OnCPU(TorchFunctionMode):
         self._until = ExitStack()
         if torch.get_default_device().type in self.kinds:
             self._until.enter_context(_CPU)
+        self._default = torch.get_default_device()
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
+        if torch.get_default_device() != self._default:
+            torch.set_default_device(None)  # that of code which trains by itself
         self._until.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -41,6 +41,11 @@ IMAGE = 224
 
 Batch = dict[str, Tensor]
 
+_OTHER_WEIGHTS = (
+    "are its weights quantized? A model file can load and dequantize them in model(), and save "
+    "what it has for --weights"
+)
+
 
 def as_module(source: str) -> SimpleNamespace:
     """A namespace of the functions that a model file would define, and the weights' folder or None.
@@ -78,13 +83,16 @@ def as_module(source: str) -> SimpleNamespace:
 
     def loaded() -> nn.Module:
         transformers.utils.logging.disable_progress_bar()
-        pretrained, report = model_class.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.get_default_dtype(),
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        try:
+            pretrained, report = model_class.from_pretrained(
+                folder,
+                config=config,
+                dtype=torch.get_default_dtype(),
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # as for a configuration
+            raise _unread(folder, transformers, error, _OTHER_WEIGHTS) from error
         if report["missing_keys"]:
             raise ModelError(
                 f"{folder}: holds no {min(report['missing_keys'])!r}, which a {name} has",
@@ -172,13 +180,16 @@ def _configuration(folder: Path) -> tuple[Any, Any]:
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the library raises errors of every kind for a wrong file
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(
-            f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: "
-            f"{reason}",
-            hint="a model with code of its own needs a model file that imports it",
-        ) from error
+        hint = "a model with code of its own needs a model file that imports it"
+        raise _unread(folder / "config.json", transformers, error, hint) from error
     return transformers, config
+
+
+def _unread(path: Path, transformers: Any, error: Exception, hint: str) -> ModelError:
+    reason = str(error).strip().partition("\n")[0]
+    return ModelError(
+        f"{path}: transformers {transformers.__version__} cannot read it: {reason}", hint=hint
+    )
 
 
 def _inputs(name: str, config: Any, length: int | None) -> Callable[[int], Batch] | None:

@@ -197,7 +197,7 @@ def load(source: str) -> ModelFile:
         source=source,
         model=seeding.alike(build, drawn),
         inputs=inputs,
-        loss=names.any("loss"),
+        loss=names.function("loss") and names.any("loss"),
         batches=batches,
         optimizer=without_names(optimizer) if named else optimizer,
         scheduler=names.function("scheduler", "torch.optim.lr_scheduler.LRScheduler"),
@@ -216,11 +216,15 @@ def load(source: str) -> ModelFile:
 
 
 def _is_batch_size(found: Any) -> bool:
-    return found is None or (isinstance(found, int) and found >= 1)
+    return found is None or _is_number(found)
 
 
 def _are_lengths(found: Any) -> bool:
-    return isinstance(found, tuple | list) and all(isinstance(n, int) for n in found)
+    return isinstance(found, tuple | list) and all(map(_is_number, found))
+
+
+def _is_number(found: Any) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool) and found >= 1
 
 
 def _listed(given: Any, source: str) -> tuple[Callable[..., Iterable[Any]], int | None]:

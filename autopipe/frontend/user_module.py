@@ -60,15 +60,24 @@ class UserModule:
         return getattr(self.names, name, None)
 
     def function(self, name: str, gives: str | None = None) -> Any:
-        """The function of this name, its results checked; None: nothing that can be called."""
+        """The function of this name, its results checked; None: the module has no such name."""
         found = self.any(name)
-        return _guarded(found, f"{self.source}: {name}", gives) if callable(found) else None
+        if found is None:
+            return None
+        if not callable(found):
+            raise ModelError(
+                f"{self.source}: {name} is a {type(found).__name__}, expected a function",
+                hint=f"def {name}(...): ..., which gives it",
+            )
+        return _guarded(found, f"{self.source}: {name}", gives)
 
     def required(self, name: str, arguments: str, does: str, gives: str | None = None) -> Any:
         """As `function`, for one that each model file has."""
-        if not callable(self.any(name)):
+        found = self.any(name)
+        if not callable(found) or isinstance(found, nn.Module):
+            is_it = f": it is a {type(found).__name__}, built already" if callable(found) else ""
             raise ModelError(
-                f"{self.source} has no function {name}({arguments}), which {does}",
+                f"{self.source} has no function {name}({arguments}), which {does}{is_it}",
                 hint=f"def {name}({arguments}): ...",
             )
         return self.function(name, gives)

@@ -255,6 +255,7 @@ class _Step(nn.Module):
         if roots and learning:
             with ExitStack() as stack:
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+                stack.enter_context(torch.autograd.set_detect_anomaly(False))  # reads values
                 for device in set(devices):  # backward runs outside of autocast
                     stack.enter_context(torch.autocast(device, enabled=False))
                 grads = torch.autograd.grad(

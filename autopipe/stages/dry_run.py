@@ -316,7 +316,8 @@ def _backward(
     more = 0
     if roots:
         before = live.kept.most = live.kept.now
-        with observing(live.kept.keep):
+        # A script's set_detect_anomaly(True) looks at values, which these tensors have not.
+        with observing(live.kept.keep), torch.autograd.set_detect_anomaly(False):
             torch.autograd.backward(roots, seeds)
         more = live.kept.most - before
     return more, tuple(dense_strides(found[0]) if found else None for found in live.gradients)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopipe.errors import ModelError, PlanError
+from autopipe.errors import AutopipeError, ModelError, PlanError
 from autopipe.terminal.console import tell
 from autopipe.util import atomic_file
 
@@ -18,14 +18,25 @@ FOLDERS = "hf:"
 """The prefix of a model argument that names a folder of transformers (`frontend.hf_folder`)."""
 
 
-def check_folder(file: Path | None) -> None:
+def check_folder(path: Path | None) -> None:
     """Refuse, before long work, an output path whose folder is not there or takes no files.
 
     Raises:
         AutopipeError: names the folder.
     """
-    if file is not None:
-        atomic_file.check_folder(file)
+    if path is not None:
+        atomic_file.check_folder(path)
+
+
+def check_file(path: Path | None) -> None:
+    """The same of a path that a file will be written to: a folder is refused too.
+
+    Raises:
+        AutopipeError: names the folder.
+    """
+    check_folder(path)
+    if path is not None and path.is_dir():
+        raise AutopipeError(f"{path} cannot be written: it is a folder", hint="name a file in it")
 
 
 def relative(source: str, folder: Path) -> str:

@@ -35,7 +35,10 @@ def parse(path: Path, root: str) -> dict[str, object]:
             f"{path}: no such file, asked for the {root}", hint="check the path and the folder"
         ) from None
     except OSError as error:
-        raise PlanError(f"{path}: the {root} cannot be read: {error.strerror}") from error
+        raise PlanError(
+            f"{path}: the {root} cannot be read: {error.strerror}",
+            hint="name the file itself, and see that you may read it",
+        ) from error
     except UnicodeDecodeError as error:
         raise PlanError(
             f"{path}: expected the {root} as JSON text, found bytes that are no UTF-8 at "
@@ -53,7 +56,9 @@ def parse(path: Path, root: str) -> dict[str, object]:
         what = "lists within lists without end" if deep else "a number of thousands of digits"
         raise PlanError(f"{path}: the {root} has {what}", hint="is it another file?") from None
     if not isinstance(data, dict):
-        raise PlanError(f"{root}: expected an object, found {show(data)} in {path}")
+        raise PlanError(
+            f"{root}: expected an object, found {show(data)} in {path}", hint="is it another file?"
+        )
     return data
 
 

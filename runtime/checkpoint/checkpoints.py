@@ -41,11 +41,15 @@ KEEP = 3
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was loaded: its folder, its number of steps, and the run's values in it."""
+    """A checkpoint that was loaded: its folder, its number of steps, and the run's values in it.
+
+    `schedule`: the class of the learning-rate schedule whose state it has; None: it has none.
+    """
 
     folder: Path
     step: int
     values: Mapping[str, Any]
+    schedule: str | None = None
 
 
 @dataclass
@@ -117,7 +121,9 @@ class Checkpoints:
                 if self._place.rank == 0:
                     for damaged_path in paths[:number]:
                         folders.set_aside(damaged_path)
-                return Loaded(path, stored.step, values(stored, self._place.dp, self._plan.mesh.dp))
+                run_values = values(stored, self._place.dp, self._plan.mesh.dp)
+                schedule = stored.manifests[0].training.get("schedule")
+                return Loaded(path, stored.step, run_values, schedule)
             # Errors other than damage come first: False < True.
             is_damage, sentence, hint = wrong[0]
             if not is_damage:

@@ -72,6 +72,16 @@ class OwnTensor:
     moves: bool = False
     replica: str = ""
 
+    def take(self, whole: Tensor) -> None:
+        """Copy this rank's elements out of a whole tensor."""
+        whole = whole.reshape(self.shape or (1,))
+        for piece in self.pieces:
+            source, target = (
+                tuple(slice(b, b + n) for b, n in zip(begins, piece.shape, strict=True))
+                for begins in (piece.whole, piece.own)
+            )
+            self.tensor[target].copy_(whole[source])
+
 
 def pieces_of_rank(shape: Shape, placement: Placement, ranks: int, rank: int) -> tuple[Piece, ...]:
     """The pieces that a tensor-parallel rank has of a tensor.

@@ -59,6 +59,7 @@ def read(
     stored_tensors = {name: model[key] for name, key in keys.items() if key is not None}
     shapes = {name: tensor.shape for name, tensor in stored_tensors.items()}
     weights.check_shapes(stored.folder, graph, names, shapes, optional)
+    weights.say_names(stored.folder, (), weights.strangers_in(graph, model), say)
     return {
         name: whole(stored, tensor).to(graph.states[name].held.dtype)
         for name, tensor in stored_tensors.items()

@@ -16,11 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopipe.errors import ModelError
+
 INITIAL = 2.0**16
 GROWTH = 2.0
 BACKOFF = 0.5
 INTERVAL = 2000
 """Good steps in a row before the scale grows."""
+LEAST = 2.0**-24
+"""Gradients that are not finite at a smaller scale are so at any."""
 
 
 @dataclass
@@ -50,6 +54,9 @@ class LossScale:
 
         Returns:
             Whether the step is good.
+
+        Raises:
+            ModelError: the scale has been halved so often that it cannot be the reason.
         """
         trained = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [_local(parameter.grad) for parameter in trained]
@@ -58,6 +65,14 @@ class LossScale:
                 parameter.grad = None
             self.scale *= BACKOFF
             self.good_steps = 0
+            if self.scale < LEAST:
+                raise ModelError(
+                    f"gradients are not finite in fp16 at a loss scale of {2 * self.scale:.0e} "
+                    "either: no step changes a weight any more",
+                    hint="a nan in backward, as of sqrt(0) or 0 / 0, is one at every scale: "
+                    "torch.autograd.set_detect_anomaly(True) on the model alone names its op; or "
+                    "plan with --precision bf16",
+                )
             return False
         for gradient in gradients:
             gradient.mul_(1 / self.scale)

@@ -64,24 +64,94 @@ def read(
     if path.is_dir() and (path / ".metadata").is_file():
         return _read_distributed(path, graph, names, optional, say)
     tensors, prefixes, keys = dict[str, Tensor](), set[str](), list[str]()
+    places, strangers = dict[str, tuple[Path, str]](), list[str]()
     for file in _files(path):
         with _Stored(file) as stored:
             keys += stored.keys
             prefix = _prefix(graph, names, stored.keys)
+            strangers += strangers_in(graph, stored.keys, prefix)
             for name in names:
-                key = stored_as(graph, name, stored.keys, prefix)
-                if key is not None:
-                    tensors[name] = stored.tensor(key)
+                for key in _stored_names(graph, name, stored.keys, prefix):
+                    tensor, place = stored.tensor(key), (file, key)
+                    _check_kind(place, tensor.dtype, graph.states[name].held.dtype)
+                    _check_same(
+                        name, places.setdefault(name, place), tensors.get(name), place, tensor
+                    )
+                    tensors.setdefault(name, tensor)
                     prefixes.add(prefix)
-    _say_prefix(path, prefixes, say)
+    say_names(path, prefixes, strangers, say)
     check_shapes(path, graph, names, {n: t.shape for n, t in tensors.items()}, optional, keys)
     return {name: tensor.to(graph.states[name].held.dtype) for name, tensor in tensors.items()}
 
 
-def _say_prefix(path: Path, prefixes: Collection[str], say: Say | None) -> None:
+def _check_kind(place: tuple[Path, str], stored: torch.dtype, held: torch.dtype) -> None:
+    """Refuse numbers that stand for others, by a scale beside them."""
+    file, key = place
+    if stored == held:
+        return
+    if _is_of_reals(held) and not (_is_of_reals(stored) and stored.itemsize > 1):
+        raise ModelError(
+            f"{file}: {key!r} is stored in {_named(stored)}, and the model has it in "
+            f"{_named(held)}: quantized weights have scales beside them, which are not read",
+            hint="save the model dequantized, as model.dequantize() of transformers makes it",
+        )
+    if stored.is_complex and not held.is_complex:
+        raise ModelError(
+            f"{file}: {key!r} is stored in {_named(stored)}, in the model {_named(held)}"
+        )
+
+
+def _is_of_reals(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_same(
+    name: str,
+    first: tuple[Path, str],
+    before: Tensor | None,
+    place: tuple[Path, str],
+    tensor: Tensor,
+) -> None:
+    """Refuse a tensor of the model that is stored twice, with unlike values.
+
+    Args:
+        first, before: where it was found, and its values; None: it is found for the first time.
+    """
+    if before is None or torch.equal(before, tensor):
+        return
+    if first[1] == place[1]:
+        raise ModelError(
+            f"{first[0]} and {place[0]} both have {place[1]!r}, with other values",
+            hint="name one of the files, or move the other one out of the folder",
+        )
+    raise ModelError(
+        f"{place[0]}: {first[1]!r} and {place[1]!r} have other values, and are one tensor of the "
+        f"model, {name!r}",
+        hint="untie them: of transformers' models by tie_word_embeddings = false in config.json",
+    )
+
+
+def strangers_in(graph: Graph, keys: Collection[str], prefix: str = "") -> list[str]:
+    """The stored names that are none of the model's."""
+    known = {prefix + n for name, state in graph.states.items() for n in (name, *state.aliases)}
+    return [key for key in keys if key not in known]
+
+
+def say_names(
+    path: Path, prefixes: Collection[str], strangers: Sequence[str], say: Say | None
+) -> None:
+    """Say what is left out of the stored names, and of the stored tensors."""
+    if say is None:
+        return
     for prefix in sorted({*prefixes} - {""}):
-        if say is not None:
-            say(f"{path}: its names begin with {prefix!r}, which is left out")
+        say(f"{path}: its names begin with {prefix!r}, which is left out")
+    if strangers:
+        others = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+        say(f"{path}: the model has no {min(strangers)!r}{others}: not read")
 
 
 class _Stored:
@@ -98,6 +168,11 @@ class _Stored:
         try:
             self._file: Any = safe_open(str(path), framework="pt")
         except SafetensorError as error:
+            if "not fully covered" in str(error):
+                raise ModelError(
+                    f"weights {str(path)!r} is a safetensors file that is not as long as it says",
+                    hint="was it copied or downloaded whole?",
+                ) from error
             raise ModelError(
                 f"weights {str(path)!r} is no file of weights: it does not begin as one",
                 hint=f"weights are {KINDS}",
@@ -129,7 +204,10 @@ def _files(path: Path) -> list[Path]:
         return _indexed(path)
     if path.is_file():
         return [path]
-    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+    for pattern, whole in (("*.safetensors", "model"), ("pytorch_model*.bin", "pytorch_model")):
+        alone = path / f"{whole}.{pattern.rpartition('.')[2]}"
+        if (path / "config.json").is_file() and alone.is_file():  # what transformers reads there
+            return [alone]
         indexes = sorted(path.glob(f"{pattern}.index.json"))
         if found := _indexed(indexes[0]) if indexes else sorted(path.glob(pattern)):
             return found
@@ -195,7 +273,7 @@ def _read_distributed(
     keys = {name: key for name, key in found.items() if key is not None}
     shapes = {name: stored.shapes[key] for name, key in keys.items()}
     check_shapes(path, graph, names, shapes, optional, stored.shapes)
-    _say_prefix(path, {prefix} if keys else set(), say)
+    say_names(path, {prefix} if keys else set(), (), say)
     specs = {name: graph.states[name].held for name in keys}
     tensors = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
     stored.fill({keys[name]: tensor for name, tensor in tensors.items()})
@@ -215,8 +293,13 @@ def _prefix(
 
 def stored_as(graph: Graph, name: str, keys: Collection[str], prefix: str = "") -> str | None:
     """Under which of its names a tensor is stored, with a prefix; None: under none."""
+    return next(iter(_stored_names(graph, name, keys, prefix)), None)
+
+
+def _stored_names(graph: Graph, name: str, keys: Collection[str], prefix: str) -> list[str]:
+    """All of its names under which a tensor is stored, with a prefix."""
     every = (name, *graph.states[name].aliases)
-    return next((prefix + key for key in every if prefix + key in keys), None)
+    return [prefix + key for key in every if prefix + key in keys]
 
 
 def check_shapes(

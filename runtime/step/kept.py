@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from autopipe.runtime.checkpoint.plain import fence
 from autopipe.runtime.parameters.gradient_sum import Gradients
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
+from autopipe.runtime.script.given_states import GivenStates, PassedOver
 from autopipe.runtime.step.prepare import Rank
 from autopipe.runtime.step.same_batch import check_same_call
 from autopipe.util import atomic_file
@@ -54,6 +56,14 @@ class Kept:
             "pipe.save(folder) writes a checkpoint",
         )
 
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse `pipe(x)`, as a module is called."""
+        raise AutopipeError(
+            "a pipe is not called as a module: its ranks compute forward and backward together",
+            hint="loss = pipe.step(batch) trains, and leaves gradients; loss, outputs = "
+            "pipe.evaluate(batch, outputs=True) is forward alone",
+        )
+
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers; all ranks' together are the model's.
 
@@ -62,8 +72,33 @@ class Kept:
         are gathered first. Under ZeRO-3 parameters are DTensors, of which each rank has its part.
         Parameters that forward reads in 16 bits are given as their fp32 masters.
         """
+        if self.plan.mesh.tp > 1 or self.plan.zero:
+            check_same_call("state_dict", self.plan, self._world)
         self._gradients.gather()
         return self._own.state_dict(self._gradients.master)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> PassedOver:
+        """Copy values into this rank's parameters, their masters and its buffers; every rank calls
+        it, and changes its tensors only if no rank has an error.
+
+        Args:
+            state_dict: the whole model's, of which this rank takes its own part; or what this
+                rank's `state_dict` gave.
+            strict: refuse names that the model has not, and tensors of this rank that are missing.
+
+        Returns:
+            Without `strict`, these names.
+
+        Raises:
+            ModelError: a tensor has another shape than the model's, or other values than on another
+                rank that has it too; or, with `strict`, the names are not the model's.
+        """
+        check_same_call("load_state_dict", self.plan, self._world)
+        given = GivenStates(self._own, self._gradients.rows, self.plan, self.place, self._world)
+        passed_over = given.taken(self.content().own, state_dict, strict=strict)
+        self._own.masks.clear()
+        self._resumed = True
+        return passed_over
 
     def save(
         self,
@@ -106,7 +141,9 @@ class Kept:
         Args:
             path: the folder given to `save`, of which the newest whole checkpoint is taken, or the
                 folder of one checkpoint in it.
-            optimizer, scheduler: made like those that were saved; their state is loaded in place.
+            optimizer, scheduler: made like those that were saved; their state is loaded in place,
+                but for an optimizer's plain attributes, as by its own `load_state_dict`. An
+                optimizer without the schedule that was saved with it is warned of.
 
         Returns:
             The number of steps after which the checkpoint was saved.
@@ -118,6 +155,12 @@ class Kept:
         loaded = self.checkpoints(Path(path)).load(self.content(optimizer, scheduler))
         if loaded is None:
             raise CheckpointError(f"{path} has no checkpoint", hint="pipe.save(folder) makes one")
+        if optimizer is not None and scheduler is None and loaded.schedule and not self.place.rank:
+            warnings.warn(
+                f"{loaded.folder} has the state of {loaded.schedule}, which is not loaded: "
+                "pipe.load(path, optimizer, scheduler)",
+                stacklevel=2,
+            )
         self.resume(loaded)
         return self.steps
 
@@ -144,6 +187,7 @@ class Kept:
     def resume(self, loaded: Loaded) -> None:
         """Take over steps, seed and loss scale of a checkpoint whose tensors were loaded."""
         self._resumed = True
+        self._own.masks.clear()
         with fence(f"{loaded.folder}: the state of the run"):
             self.steps, self.seed = loaded.step, int(loaded.values["seed"])
             if self.loss_scale is not None and loaded.values["loss_scale"] is not None:

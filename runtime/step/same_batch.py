@@ -22,7 +22,7 @@ from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
 from autopipe.util import codec
 
-CALLS = "step", "evaluate", "clip_grad_norm_", "save", "load"
+CALLS = "step", "evaluate", "clip_grad_norm_", "save", "load", "state_dict", "load_state_dict"
 """Calls at whose door ranks exchange which one it is: they would wait for each other's messages."""
 
 SOME = 1024

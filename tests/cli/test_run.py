@@ -133,6 +133,14 @@ def test_options_of_a_run(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> N
         assert expected.items() <= given.items()
 
 
+def test_a_trace_into_a_folder_is_refused_before_training(autopipe: Shell) -> None:
+    """Bug: the run trained to its end, failed there, and did not --save."""
+    autopipe.plan(1, "--batch", "4")
+    (autopipe.folder / "traces").mkdir()
+    said = autopipe("run", "plan.json", "--trace", "traces", "--steps", "1")
+    assert said.error == "traces cannot be written: it is a folder\n\nhint: name a file in it"
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_ctrl_c_says_what_is_lost(
     keeps: bool, autopipe: Shell, monkeypatch: pytest.MonkeyPatch

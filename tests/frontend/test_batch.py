@@ -85,6 +85,13 @@ REFUSED = {
         {"y": 1},
         "inputs(2) has the entries ['x'], inputs(3) has ['y']: they must be the same",
     ),
+    "a word for each row": (
+        {"x": ["one", "two"]},
+        {"x": ["one", "two", "three"]},
+        "inputs(2) has the entries ['x.0', 'x.1'], inputs(3) has ['x.0', 'x.1', 'x.2']: they must "
+        "be the same\nhint: a list with an entry for each row cannot be cut: make it a tensor, or "
+        "leave it out, also of what batches() gives",
+    ),
     "other dims": (
         {"x": torch.zeros(2)},
         {"x": torch.zeros(3, 1)},

@@ -352,6 +352,19 @@ def numbers(kept: object) -> list[int]:
     return kept.tolist() if isinstance(kept, torch.Tensor) else [*kept]  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("kind", ["meta", "cuda"])
+def test_the_default_device_of_a_script_is_not_left_behind(kind: str) -> None:
+    """Bug: `Tensor.item() cannot be called on meta tensors`, of planning's own tensors."""
+
+    def build() -> nn.Module:
+        torch.set_default_device(kind)
+        return nn.Linear(4, 4)
+
+    model = build_fake(build)
+    assert torch.get_default_device() == torch.zeros(1).device == torch.device("cpu")
+    assert model.weight.device == torch.device("cpu")
+
+
 @pytest.mark.parametrize("keep", [in_an_attribute, as_numbers, in_a_list])
 def test_what_is_drawn_after_weights_is_what_the_model_itself_draws(
     keep: Callable[[nn.Module, torch.Tensor], None],

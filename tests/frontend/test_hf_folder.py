@@ -209,3 +209,19 @@ def test_a_tensor_that_transformers_would_make_up(tmp_path: Path) -> None:
     build, _ = model_file.load(f"hf:{folder(tmp_path)}?length=12").start()
     with pytest.raises(ModelError, match=r"holds no 'lm_head\.weight', which a LlamaForCausalLM"):
         build()
+
+
+def test_weights_that_transformers_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: `ImportError: Loading a GPTQ quantized model requires ...`, of no folder."""
+    config = transformers.LlamaConfig(**FAMILIES["LlamaForCausalLM"][1])
+    transformers.LlamaModel(config).save_pretrained(tmp_path)
+    build, _ = model_file.load(f"hf:{folder(tmp_path)}?length=12").start()
+
+    def lacks_a_package(*args: object, **kwargs: object) -> None:
+        raise ImportError("Loading a GPTQ quantized model requires optimum")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", lacks_a_package)
+    with pytest.raises(ModelError, match=r"transformers .* cannot read it: Load.*\nhint: are its"):
+        build()

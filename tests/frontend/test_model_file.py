@@ -297,7 +297,29 @@ def test_a_function_that_is_required(name: str) -> None:
     assert error.hint == f"def {name}({arguments}): ..."
 
 
-@pytest.mark.parametrize("size", ["0", "-8", "'8'", "2.5"])
+def test_a_model_that_is_built_already() -> None:
+    """Bug: `model() raised TypeError: Linear.forward() missing 1 required positional argument`."""
+    error = refused("from torch import nn\nmodel = nn.Linear(4, 4)\n")
+    wanted = "net.py has no function model(), which builds the model"
+    assert error.message == f"{wanted}: it is a Linear, built already"
+
+
+@pytest.mark.parametrize("name", ["loss", "optimizer", "scheduler"])
+def test_what_is_made_already_is_no_function(name: str) -> None:
+    """Bug: `optimizer = torch.optim.SGD(...)` was passed over, and AdamW trained in its place; so
+    was `scheduler = StepLR(...)`, and the learning rate stayed."""
+    error = refused(SMALLEST, f"{name} = torch.Generator()\n")
+    assert error.message == f"net.py: {name} is a Generator, expected a function"
+    assert error.hint == f"def {name}(...): ..., which gives it"
+
+
+@pytest.mark.parametrize("lengths", ["(0,)", "(16, -5)", "(True,)", "'128'", "128"])
+def test_lengths_that_are_no_numbers_of_tokens(lengths: str) -> None:
+    error = refused(SMALLEST, f"lengths = {lengths}\n")
+    assert error.message == f"net.py: lengths is {lengths}, expected numbers of tokens"
+
+
+@pytest.mark.parametrize("size", ["0", "-8", "'8'", "2.5", "True"])
 def test_a_batch_size_that_is_no_number_of_rows(size: str) -> None:
     error = refused(SMALLEST, f"batch_size = {size}\n")
     assert error.message == f"net.py: batch_size is {size}, expected a number of rows"

@@ -56,6 +56,12 @@ def test_forward_and_backward_are_the_ops_that_autograd_runs():
     assert ops(found.of_arguments) == ["mm"]
 
 
+def test_it_is_the_same_where_a_script_looks_for_anomalies():
+    with torch.autograd.set_detect_anomaly(True):
+        found = joint_graph(lambda m, x: torch.tanh(m.first(x)))
+    assert ops(found.backward) == "detach tanh_backward t mm t mm t sum view t".split()
+
+
 def test_what_needs_no_gradient_has_none():
     found = joint_graph(lambda m, x: m.first(x), x=DY)
     assert found.of_arguments == (None,)

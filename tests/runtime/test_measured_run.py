@@ -28,6 +28,21 @@ def test_a_run_of_few_steps_is_measured_too(load: Load, steps: int) -> None:
     assert isinstance(stage, StagePrediction)
 
 
+def test_an_overflow_of_fp16_is_said(load: Load) -> None:
+    """Of the 1st, the 2nd, the 4th: a large scale takes several halvings."""
+    pipe, file = load("", precision="fp16")
+    assert pipe.loss_scale is not None
+    pipe.loss_scale.scale = 2.0**40
+    _, said = run(pipe, file, 40)
+    overflows = [line for line in said if "overflowed" in line]
+    assert overflows[0] == (
+        "step 1: gradients overflowed in fp16, so it changes no weight; the loss scale is "
+        f"{2.0**39:g} now"
+    )
+    assert overflows[2].startswith("step 4: ") and "as 4 steps so far" in overflows[2]
+    assert len(overflows) < 6
+
+
 def test_bytes_of_fp16_are_those_of_a_step_without_an_overflow(load: Load) -> None:
     """Bug: they were counted in the first two steps alone. Where both overflowed the run said that
     it had no gradients, and no optimizer state."""

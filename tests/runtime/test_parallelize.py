@@ -82,6 +82,12 @@ def test_an_edited_plan(plan: Plan, edit: Callable[[Plan], Plan], words: str) ->
     assert words in str(refused.value)
 
 
+def test_offload_of_a_plan_without_shards(plan: Plan) -> None:
+    """Bug: it did nothing, without a word, here and under `run --offload`."""
+    with pytest.raises(PlanError, match=r"ZeRO-3 .* the plan is of ZeRO-0\nhint: plan with --zero"):
+        piped("gpt", plan, offload=True)
+
+
 def test_a_plan_from_disk_runs_as_well(plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     batch = CASE.inputs(4)

@@ -149,6 +149,21 @@ def test_a_run_goes_on_with_the_seed_that_it_began_with(load: Load, tmp_path: Pa
     assert losses(4, replace(kept, resume=True)) == undisturbed[2:]
 
 
+def test_a_run_goes_on_from_what_a_script_has_saved(load: Load, tmp_path: Path) -> None:
+    """Bug: `KeyError: 'position'`. A script's batches are not known; all else goes on."""
+    pipe, file = load(SHUFFLED)
+    optimizer = file.make_optimizer(pipe.named_parameters(), "adamw")
+    pipe.step(file.inputs(8))
+    optimizer.step()
+    pipe.save(tmp_path / "kept", optimizer)
+    said: list[str] = []
+    pipe, file = load(SHUFFLED)
+    saving = Keeping(tmp_path / "kept", resume=True)
+    assert len(train(pipe, file, 3, said.append, saving=saving).losses) == 2
+    assert pipe.steps == 3 and not any("ended after" in line for line in said)
+    assert "pipe.save, which knows no batches: the run begins with the first" in said[1]
+
+
 COUNTING = """
 class Slower(torch.optim.SGD):
     def __init__(self, parameters):

@@ -111,6 +111,14 @@ def found_of(run):
     return trace_model(Model(run), lambda b: {"x": torch.ones(b, 4)})
 
 
+def test_where_a_script_looks_for_anomalies():
+    """Bug: `DataDependentOutputException`. A look for nans needs values; a rehearsal has none."""
+    found = found_of(lambda m, x: torch.tanh(m.first(x)))
+    with torch.autograd.set_detect_anomaly(True):
+        assert rehearsed(found, []).saved == (48,)
+        assert torch.is_anomaly_enabled(), "a step looks"
+
+
 def test_the_bytes_of_a_stage_worked_by_hand():
     """tanh keeps its result for backward, the linear keeps it too: one storage, counted once.
 

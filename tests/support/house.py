@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "runtime.comm": "schedules planfile sharding runtime.launch",
     "runtime.parameters": "util planfile ir frontend tracing sharding stages",
     "runtime.checkpoint": "util planfile ir runtime.parameters",
-    "runtime.script": "util planfile ir frontend eager tracing runtime.parameters",
+    "runtime.script": "util planfile ir frontend eager tracing runtime.parameters "
+    "runtime.checkpoint",
     "runtime.step": "util schedules planfile ir frontend sharding rewriting rows stages joint "
     "emit runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script",
     "runtime.probe": "util cluster sharding",

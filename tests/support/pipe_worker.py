@@ -21,6 +21,7 @@ from tests.support import memory_stories as memory_stories
 from tests.support import part_stories as part_stories
 from tests.support import pipe_stories as pipe_stories
 from tests.support import script_stories as script_stories
+from tests.support import state_dict_stories as state_dict_stories
 from tests.support import step_stories as step_stories
 from tests.support import tp_stories as tp_stories
 from tests.support import turn_stories as turn_stories

@@ -234,12 +234,14 @@ def test_files_of_something_else(tmp_path: Path, content: bytes, sentence: str) 
     path = tmp_path / "plan.json"
     path.write_bytes(content)
     assert loading(path).message.startswith(sentence.format(path=path))
+    assert loading(path).hint is not None
 
 
 def test_no_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert loading(path).message == f"{path}: no such file, asked for the plan"
     assert loading(tmp_path).message == f"{tmp_path}: the plan cannot be read: Is a directory"
+    assert loading(tmp_path).hint == "name the file itself, and see that you may read it"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopipe.errors import AutopipeError
-from autopipe.terminal.paths import check_folder
+from autopipe.terminal.paths import check_file
 from autopipe.util import atomic_file
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class OutputOptions:
             recorded.begin(self.record, leads=leads, resume=resume)
             metrics = metrics or self.record / recorded.METRICS
             trace = trace or self.record / recorded.TRACE
-        check_folder(trace)
+        check_file(trace)
         if self.save is not None:
             atomic_file.check_model(self.save)
         to = destinations.Destinations(metrics, self.tensorboard, self.wandb)

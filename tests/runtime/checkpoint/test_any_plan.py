@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from autopipe.errors import DamagedError
+from autopipe.ir.graph import Graph
+from autopipe.runtime.checkpoint import trained
 from tests.support import checkpoint_worker as worker
 from tests.support import warm
 from tests.support.checkpoint_worker import PLANS
@@ -61,6 +63,14 @@ def test_weights_to_start_from(source: str, folder: Path) -> None:
         with worker.once():
             found = worker.made("one", "fp32", weights=weights).state_dict()
         assert found and all(same(tensor, saved[f"{name}/"]) for name, tensor in found.items())
+
+
+def test_weights_of_a_larger_model(folder: Path) -> None:
+    """Bug: a checkpoint's tensors that the model has not were passed over without a word."""
+    said: list[str] = []
+    stored = trained.read(folder / "one", Graph({}, {}, (), (), {}), [], (), said.append)
+    (line,) = said
+    assert not stored and "the model has no " in line and line.endswith(" more: not read")
 
 
 def test_damaged_weights(folder: Path, tmp_path: Path) -> None:

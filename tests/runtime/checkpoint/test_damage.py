@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 
 from autopipe import CheckpointError, Pipe
 from tests.support.checkpointed import Run
@@ -268,9 +269,17 @@ def test_another_optimizer(run: Run) -> None:
         run.pipe.load(run.folder, other)
 
 
+def test_a_schedule_that_is_left_out_is_said(run: Run, tmp_path: Path) -> None:
+    """Bug: the rates of the schedule that the script makes anew began again, without a word."""
+    run.pipe.save(tmp_path / "kept", run.optimizer, StepLR(run.optimizer, 3))
+    with pytest.warns(UserWarning, match="has the state of StepLR, which is not loaded: pipe.load"):
+        run.pipe.load(tmp_path / "kept", run.optimizer)
+    run.pipe.load(tmp_path / "kept")  # the weights alone
+
+
 def test_another_schedule(run: Run, tmp_path: Path) -> None:
     """Its state would go into the other one, whose rates would be of neither."""
-    steps = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
+    steps = StepLR(run.optimizer, 3)
     run.pipe.save(tmp_path / "kept", run.optimizer, steps)
     falls = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)
     with pytest.raises(CheckpointError, match="of StepLR, and the schedule is Exp") as refused:

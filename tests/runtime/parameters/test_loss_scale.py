@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopipe.errors import ModelError
 from autopipe.runtime.parameters.loss_scale import BACKOFF, GROWTH, INITIAL, INTERVAL, LossScale
 
 
@@ -30,6 +31,15 @@ def test_an_overflow_drops_every_gradient_and_halves_the_scale(broken: float) ->
     assert not loss_scale.unscale(weights)
     assert [weight.grad for weight in weights] == [None, None, None]
     assert loss_scale == LossScale(INITIAL / 2, good_steps=0)
+
+
+def test_gradients_that_are_finite_at_no_scale() -> None:
+    """Bug: a nan in backward was an overflow in each step, and a run ended as it had begun."""
+    loss_scale = LossScale()
+    with pytest.raises(ModelError, match="not finite in fp16 at a loss scale of 6e-08 either"):
+        for halved in range(1, 42):  # from 2^16 to 2^-25
+            loss_scale.unscale([parameter([torch.nan])])
+            assert loss_scale.scale == 2.0 ** (16 - halved)
 
 
 def test_large_entries_are_no_overflow() -> None:

@@ -5,6 +5,7 @@ torch.distributed.checkpoint in `test_distributed_folder`.
 """
 
 import json
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -143,3 +144,64 @@ def test_a_file_that_is_none(
         .replace("{path}", str(path))
         .replace("{kinds}", f"weights are {KINDS}")
     )
+
+
+# --- What a file says of itself, and no name or shape shows
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_quantized_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Bug: a run began with the codes as if they were the weights, without their scales."""
+    scales = {"up.weight_scale_inv": torch.ones(1)}
+    save_file({**STORED, **scales, "up.weight": STORED["up.weight"].to(dtype)}, tmp_path / "q.st")
+    with pytest.raises(ModelError, match=r"'up.weight' is stored in .*int8|float8.*quantized"):
+        found(tmp_path / "q.st")
+
+
+def test_a_complex_tensor_is_no_real_one(tmp_path: Path) -> None:
+    torch.save({**STORED, "up.bias": STORED["up.bias"] * 1j}, tmp_path / "m.pt")
+    with pytest.raises(ModelError, match="'up.bias' is stored in complex64, in the model float32"):
+        found(tmp_path / "m.pt")
+
+
+def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+    """Bug: it did not begin as a file of weights, it was said."""
+    save_file(STORED, tmp_path / "m.safetensors")
+    os.truncate(tmp_path / "m.safetensors", (tmp_path / "m.safetensors").stat().st_size - 1)
+    with pytest.raises(ModelError, match="not as long as it says\nhint: was it copied"):
+        found(tmp_path)
+
+
+def test_files_that_have_one_tensor_twice(tmp_path: Path) -> None:
+    """Bug: the file whose name came last was taken, a copy of before. transformers reads
+    model.safetensors alone, so that is read beside a config.json."""
+    save_file(STORED, tmp_path / "model.safetensors")
+    save_file(STORED, tmp_path / "model_again.safetensors")
+    assert torch.equal(found(tmp_path)[0]["up.bias"], STORED["up.bias"]), "the same values"
+    save_file({n: t + 1 for n, t in STORED.items()}, tmp_path / "model_old.safetensors")
+    with pytest.raises(ModelError, match=r"both have 'up\.\w+', with other values\nhint: name one"):
+        found(tmp_path)
+    (tmp_path / "config.json").touch()
+    assert torch.equal(found(tmp_path)[0]["up.bias"], STORED["up.bias"])
+
+
+def test_a_tied_tensor_that_is_stored_as_two(tmp_path: Path) -> None:
+    """Bug: the first of its names was taken. transformers unties them then, with a warning."""
+    tied = Graph(
+        {},
+        {"up": StateSpec(TensorSpec((2,), torch.float32), "parameter", True, ("head",))},
+        (),
+        (),
+        {},
+    )
+    save_file({"up": torch.ones(2), "head": torch.ones(2)}, tmp_path / "m.safetensors")
+    assert read(tmp_path, tied, ["up"])["up"].tolist() == [1, 1]
+    save_file({"up": torch.ones(2), "head": torch.zeros(2)}, tmp_path / "m.safetensors")
+    with pytest.raises(ModelError, match="'up' and 'head' have other values, and are one tensor"):
+        read(tmp_path, tied, ["up"])
+
+
+def test_tensors_that_the_model_has_not_are_said(tmp_path: Path) -> None:
+    """Bug: a configuration of fewer layers than the file has was taken without a word."""
+    save_file({**STORED, "down.weight": torch.ones(1)}, tmp_path / "m.safetensors")
+    assert found(tmp_path)[1] == [f"{tmp_path}: the model has no 'down.weight': not read"]

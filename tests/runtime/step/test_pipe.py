@@ -1,7 +1,8 @@
 """Training steps in real processes are those of one process.
 
-What happens in processes is told in `pipe_stories`, `memory_stories`, `step_stories`, `tp_stories`,
-`part_stories`, `loss_stories`, `turn_stories`, `zero_stories`, `script_stories`.
+What happens in processes is told in `pipe_stories`, `memory_stories`, `step_stories`,
+`state_dict_stories`, `tp_stories`, `part_stories`, `loss_stories`, `turn_stories`, `zero_stories`,
+`script_stories`.
 """
 
 import copy
@@ -200,6 +201,11 @@ def test_a_pipe_is_not_copied(copied: Callable[[Any], object], pipe: Pipe) -> No
     """Bug: `cannot pickle 'socket' object`."""
     with pytest.raises(AutopipeError, match=r"cannot be copied .*\nhint: copy its values, \{n: p"):
         copied(pipe)
+
+
+def test_a_pipe_is_not_called(pipe: Pipe) -> None:
+    with pytest.raises(AutopipeError, match=r"is not called .*\nhint: loss = pipe.step\(batch\)"):
+        pipe(torch.zeros(2, 4))
 
 
 def test_the_state_dict_is_the_models() -> None:
