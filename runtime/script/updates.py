@@ -102,7 +102,7 @@ class Updates:
     def _check_kind(self, optimizer: Optimizer) -> None:
         """Refuse one that the plan was not made for, if it needs more than this rank has."""
         name, plan = type(optimizer).__name__, self._plan
-        if plan.optimizer.lower() in (CUSTOM, name.lower()):
+        if not plan.parted or plan.optimizer.lower() in (CUSTOM, name.lower()):
             return
         effect = _effect(optimizer)
         zero = plan.zero if plan.deals or plan.scatters else 0

@@ -9,6 +9,7 @@ These models are only traced, as those that are too large for a comparison with 
 
 import collections
 import contextvars
+import ctypes
 import types
 from functools import partial
 
@@ -16,6 +17,7 @@ import pytest
 from torch import nn
 from torch.nn import functional as F
 
+from autopipe.errors import CaptureError
 from tests.support.stacked_blocks import Block, Stack, assert_same, inputs, mean, traces
 
 CONTEXT = contextvars.ContextVar("context")
@@ -123,3 +125,20 @@ def test_what_nobody_reads_changes_nothing(monkeypatch):
     shared, stood_in, whole = traces(monkeypatch, lambda: Stack(Shows), inputs, mean)
     assert_same(shared, whole)
     assert stood_in == 5
+
+
+def test_a_number_of_c_beside_blocks_is_refused(monkeypatch):
+    """It is another one in each run, whether blocks are skipped in it or not; nothing puts it back.
+
+    Bug: a run without skipping found the same as the one before it, and was taken.
+    """
+    calls = ctypes.c_int(0)
+
+    class Moody(Stack):
+        def forward(self, x):
+            calls.value = min(calls.value + 1, 255)
+            h = super().forward(x)
+            return 2 * h if calls.value > 1 else h
+
+    with pytest.raises(CaptureError, match="computes something else here in a second call"):
+        traces(monkeypatch, lambda: Moody(Block), inputs, mean)
