@@ -9,7 +9,17 @@ import pytest
 import torch
 
 import autopipe
-from tests.support.house import DOORS, FILES, MAY_IMPORT, ROOT, forbidden, imports, tree
+from tests.support.house import (
+    DOORS,
+    FILES,
+    MAY_IMPORT,
+    ROOT,
+    forbidden,
+    imports,
+    module_of,
+    room,
+    tree,
+)  # fmt: skip
 
 TORCH_ATTRIBUTES = {
     name
@@ -54,6 +64,17 @@ def test_imports_run_downhill() -> None:
         for line, name in imports(tree(module))
         if (why := forbidden(module, name))
     ] == []
+
+
+def test_no_room_may_import_what_it_does_not() -> None:
+    """The table is a map: each word of it is an import that somebody makes."""
+    made = {
+        (room(module), room(target))
+        for module in FILES
+        for _, name in imports(tree(module))
+        if (target := module_of(name))
+    }
+    assert {(here, t) for here, row in MAY_IMPORT.items() for t in row.split()} - made == set()
 
 
 def test_torchs_private_attributes_stand_in_one_file() -> None:

@@ -15,9 +15,9 @@ MAY_IMPORT = {
     "planfile": "util cluster schedules",
     "report": "util cluster schedules planfile",
     "scaling": "util cluster schedules planfile",
-    "page": "util cluster schedules planfile report scaling",
+    "page": "util schedules planfile report scaling",
     "export": "util cluster planfile",
-    "interop": "util schedules planfile report",
+    "interop": "util planfile report",
     "ir": "util cluster planfile",
     "onnx_files": "",
     "frontend": "util planfile ir onnx_files",
@@ -30,9 +30,9 @@ MAY_IMPORT = {
     "tracing": "tracing.capture util planfile ir frontend eager opaque.calls opaque rewriting",
     "rows": "util planfile ir frontend rewriting tracing",
     "stages": "util schedules planfile ir frontend tracing.capture tracing sharding rewriting rows",
-    "joint": "util planfile ir frontend tracing sharding stages",
+    "joint": "util ir sharding stages",
     "emit": "util schedules planfile ir frontend tracing sharding rewriting stages",
-    "planners.model": "util cluster schedules planfile",
+    "planners.model": "cluster schedules planfile",
     "planners.search": "util schedules planfile planners.model",
     "runtime.launch": "util schedules",
     "runtime.comm": "schedules planfile sharding runtime.launch",
@@ -40,25 +40,25 @@ MAY_IMPORT = {
     "runtime.checkpoint": "util planfile ir runtime.parameters",
     "runtime.script": "util planfile ir frontend eager tracing runtime.parameters "
     "runtime.checkpoint",
-    "runtime.step": "util schedules planfile ir frontend sharding rewriting rows stages joint "
-    "emit runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script",
+    "runtime.step": "util schedules planfile ir frontend sharding rewriting rows stages joint emit "
+    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script",
     "runtime.probe": "util cluster sharding",
     "runtime.telemetry": "util schedules planfile report frontend",
-    "runtime": "util schedules planfile report ir frontend eager tracing.capture tracing sharding "
-    "stages runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script "
-    "runtime.step runtime.telemetry",
+    "runtime": "util schedules planfile ir frontend tracing.capture tracing sharding stages "
+    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script runtime.step "
+    "runtime.telemetry",
     "planners.saved": "util ir stages joint planners.model",
     "planners.costs": "util cluster schedules planfile ir tracing sharding stages joint "
-    "planners.model planners.search planners.saved",
+    "planners.model planners.saved",
     "planners.driver": "util cluster schedules planfile report ir frontend eager tracing.capture "
     "tracing sharding rewriting rows stages joint planners.model planners.search planners.costs "
     "runtime.probe",
     "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing.capture "
-    "tracing sharding rewriting rows stages joint planners.model planners.search planners.saved "
-    "planners.costs planners.driver",
+    "tracing sharding rewriting rows stages joint planners.model planners.saved planners.costs "
+    "planners.driver",
     "checking": "util cluster schedules planfile ir frontend eager opaque.calls opaque "
-    "tracing.capture tracing sharding rewriting stages planners.driver runtime.launch "
-    "runtime.parameters runtime.step runtime",
+    "tracing.capture tracing sharding rewriting stages planners.driver runtime.launch runtime.step "
+    "runtime",
     "terminal": "util planfile frontend runtime.launch",
     "cli.running": "terminal util planfile report frontend runtime.launch runtime.checkpoint "
     "runtime.telemetry runtime.step runtime planners.driver",
