@@ -127,7 +127,7 @@ def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: Devi
 def beside_seconds(ranges: Tables, problem: Problem, config: Config, group: DeviceGroup) -> Times:
     """Seconds of these sums that may run while a stage's last backward makes the gradients."""
     if config.fully_sharded or config.scatters or not problem.machine.overlaps:
-        return np.zeros_like(ranges.earlier)
+        return np.zeros(())
     summed = partial(summed_beside, zero=config.zero, copying=problem.machine.copying)
     return _linear(summed, ranges.summed, group.levels, problem.machine.streams)
 
@@ -267,6 +267,8 @@ class StageWork(NamedTuple):
 
     def _exposed(self, recompute: float | Times, offloaded: int | Bytes) -> Times:
         """The seconds of the sum of gradients that no backward hides."""
+        if not np.any(self.beside):  # what runs again makes no difference, and no larger array
+            return np.asarray(np.maximum(self.sums - self.earlier, 0.0))
         last = self.backward + recompute + self.copying(recompute, offloaded).backward
         if splits(self.problem, self.config.schedule):
             last = last / 2
