@@ -30,7 +30,7 @@ class Datasheet:
     """A kind of device, by its datasheet.
 
     `memory` is in bytes, as `torch.cuda.get_device_properties` reports it: 0.2 to 0.8 GiB below
-    the nominal GiB, and another sixteenth below on GDDR6 with error correction (L4, L40S, T4).
+    the nominal GiB, and another sixteenth below on GDDR6 with error correction (A10, L4, L40, T4).
     `flops` are peaks by dtype, where the device has the dtype; fp32 is without TF32, as torch
     computes unless told otherwise, and fp64 with tensor cores where they have it. GPUs for games
     and inference have 1/64 of fp32's rate (Turing 1/32), which their sheets leave out. `within` and
@@ -134,6 +134,16 @@ DEVICES: dict[str, Datasheet] = {
         source="https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
         matmul_share=271.2 / 312,
     ),
+    "A100-PCIe-40GB": Datasheet(
+        memory=39.4 * GIB,
+        flops={"fp32": 19.5e12, "fp64": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+        bandwidth=1.555e12,
+        within="PCIe 4 x16",
+        between="100 GbE",
+        host="PCIe 4 x16",
+        source="https://www.nvidia.com/en-us/data-center/a100/ (PCIe)",
+        matmul_share=252.9 / 312,  # as with 80 GB, which has 300 W and not 250
+    ),
     "A100-PCIe-80GB": Datasheet(
         memory=79.1 * GIB,
         flops={"fp32": 19.5e12, "fp64": 19.5e12, "bf16": 312e12, "fp16": 312e12},
@@ -182,6 +192,24 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/l40s/",
     ),
+    "L40": Datasheet(
+        memory=44.4 * GIB,
+        flops={"fp32": 90.5e12, "fp64": 90.5e12 / 64, "bf16": 181e12, "fp16": 181e12},
+        bandwidth=0.864e12,
+        within="PCIe 4 x16",
+        between="100 GbE",
+        host="PCIe 4 x16",
+        source="https://www.nvidia.com/en-us/data-center/l40/",
+    ),
+    "A10": Datasheet(
+        memory=22.0 * GIB,
+        flops={"fp32": 31.2e12, "fp64": 31.2e12 / 64, "bf16": 125e12, "fp16": 125e12},
+        bandwidth=0.6e12,
+        within="PCIe 4 x16",
+        between="100 GbE",
+        host="PCIe 4 x16",
+        source="https://www.nvidia.com/en-us/data-center/products/a10-gpu/",
+    ),
     "L4": Datasheet(
         memory=22.0 * GIB,
         flops={"fp32": 30.3e12, "fp64": 30.3e12 / 64, "bf16": 121e12, "fp16": 121e12},
@@ -208,6 +236,15 @@ DEVICES: dict[str, Datasheet] = {
         between="100 GbE",
         host="PCIe 4 x16",
         source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
+    ),
+    "RTX5090": Datasheet(
+        memory=31.3 * GIB,
+        flops={"fp32": 104.8e12, "fp64": 104.8e12 / 64, "bf16": 209.5e12, "fp16": 209.5e12},
+        bandwidth=1.792e12,
+        within="PCIe 5 x16",
+        between="100 GbE",
+        host="PCIe 5 x16",
+        source="https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf",
     ),
     "H100-PCIe-80GB": Datasheet(
         memory=79.1 * GIB,

@@ -26,6 +26,12 @@ from tests.support.published_rows import row
         ("H100 PCIe", "H100-PCIe-80GB"),
         ("A800-SXM4-80GB", "A800-80GB"),
         ("GeForce RTX 4090", "RTX4090"),
+        ("GeForce RTX 5090", "RTX5090"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10", "A10"),
+        ("A10G", "A10G"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
         ("GB200", "GB200"),
         ("NVIDIA DGX-H100", "H100-80GB"),
         ("AMD Instinct MI250X", "MI250X"),
@@ -38,7 +44,7 @@ def test_a_device_is_found_by_any_of_its_names(gpu: str, kind: str) -> None:
 
 
 def test_an_unknown_device_is_said() -> None:
-    for name in ("TPU v4", "L40"):  # which is no L4
+    for name in ("TPU v4", "T40"):  # which is no T4
         with pytest.raises(Unsupported, match=f"device {name}"):
             kind_of(name, None)
 

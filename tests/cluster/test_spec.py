@@ -110,7 +110,7 @@ def meant(*specs: str) -> str:
         ("2x8xnvidia_h100", meant(*(f"2x8x{kind}" for kind in H100S))),
         ("8 * H100-80GB", meant("8xH100-80GB")),
         ("h100-80gb:8", meant("8xH100-80GB")),
-        ("a100", meant("A100-40GB", "A100-80GB", "A100-PCIe-80GB")),
+        ("a100", meant("A100-40GB", "A100-80GB", "A100-PCIe-40GB", "A100-PCIe-80GB")),
         ("2xT4+8xmi300", meant("8xMI300X")),
         ("4090", meant("RTX4090")),
         ("cuda:2", "did you mean local:2 (2 of this machine's devices)?"),
@@ -142,10 +142,10 @@ def test_where_nobody_knows_what_was_meant_the_families_are_named() -> None:
         parse("8xFOO")
     assert caught.value.message == "'8xFOO': no device 'FOO' is known"
     assert caught.value.hint == (
-        "known are A100, A10G, A40, A800, B200, B300, GB200, GB300, GH200, H100, H200, H800, L4, "
-        "L40S, MI250X, MI300X, MI325X, MI355X, RTX3090, RTX4090, RTXA6000, T4, V100, some in "
-        "several sizes: 8xH100 asks which; others are described in a .json file, of which "
-        "`autopipe probe -o FILE` writes a whole one"
+        "known are A10, A100, A10G, A40, A800, B200, B300, GB200, GB300, GH200, H100, H200, H800, "
+        "L4, L40, L40S, MI250X, MI300X, MI325X, MI355X, RTX3090, RTX4090, RTX5090, RTXA6000, T4, "
+        "V100, some in several sizes: 8xH100 asks which; others are described in a .json file, of "
+        "which `autopipe probe -o FILE` writes a whole one"
     )
 
 
@@ -182,6 +182,9 @@ def test_sites_share_the_link_that_is_given() -> None:
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
         ("NVIDIA GH200 480GB", "GH200"),
         ("NVIDIA L4", "L4"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
         ("NVIDIA RTX A5000", None),
         ("cpu", None),
         *((kind, kind) for kind in datasheets.DEVICES),
