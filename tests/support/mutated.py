@@ -23,7 +23,8 @@ from autopipe.ir.torch_private import is_fake
 from autopipe.joint import split_backward
 from autopipe.runtime.comm import shared_memory_axis
 from autopipe.runtime.parameters import gradient_sum, hold, zero1
-from autopipe.runtime.step import engine, microbatches, pipe, stage
+from autopipe.runtime.script import clipping
+from autopipe.runtime.step import engine, microbatches, stage
 from autopipe.sharding import collectives
 from autopipe.stages import precision, rng
 from autopipe.tracing import tracer
@@ -361,7 +362,7 @@ def counted_twice() -> AbstractContextManager[Any]:
 
 @mutation("pipeline", "gradients that are not clipped")
 def unclipped() -> AbstractContextManager[Any]:
-    return patch.object(pipe, "multiply", lambda parameters, factor: None)
+    return patch.object(clipping, "multiply", lambda parameters, factor: None)
 
 
 @mutation("pipeline", "a loss that is seeded as if it were the only one")
