@@ -10,7 +10,7 @@ import typer
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, PlanArgument, command
 from autopipe.terminal.console import say
-from autopipe.terminal.paths import check_folder, say_edits
+from autopipe.terminal.paths import check_file, say_edits
 
 
 @command("autopipe explain plan.json")
@@ -38,7 +38,7 @@ def explain(
     from autopipe.report.explain import explain as explanation
     from autopipe.util import atomic_file
 
-    check_folder(html)
+    check_file(html)
     loaded = Plan.load(plan)
     say_edits(loaded)
     if json:

@@ -13,7 +13,7 @@ from autopipe.errors import AutopipeError
 from autopipe.terminal.commands import PlanArgument, app, command
 from autopipe.terminal.console import say, tell
 from autopipe.terminal.option_groups import given
-from autopipe.terminal.paths import check_folder, model_source, say_edits
+from autopipe.terminal.paths import check_file, check_folder, model_source, say_edits
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def export(
         _refuse(to, ONNX, given(onnx))
     else:
         return _stages(plan, output, onnx)
-    check_folder(output)
+    check_file(output)
     loaded = Plan.load(plan)
     say_edits(loaded)
     if to in LAUNCHERS:

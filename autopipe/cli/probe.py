@@ -9,7 +9,7 @@ import typer
 
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, command
-from autopipe.terminal.paths import check_folder
+from autopipe.terminal.paths import check_file
 
 
 @command("autopipe probe -o machine.json")
@@ -35,7 +35,7 @@ def probe(
     from autopipe.runtime.probe.probe import local_cluster, this_machine
     from autopipe.util import codec
 
-    check_folder(output)
+    check_file(output)
     here = this_machine(processes, cpu=cpu)
     found = local_cluster(here, console.say, again=again, estimate=False)
     if output is not None:

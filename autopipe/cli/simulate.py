@@ -12,7 +12,7 @@ from autopipe.errors import AutopipeError
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, command
 from autopipe.terminal.option_groups import given
-from autopipe.terminal.paths import check_folder, say_edits
+from autopipe.terminal.paths import check_file, say_edits
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def simulate(
             "--svg makes one picture, and no schedule was named",
             hint=f"autopipe simulate 1f1b --svg {svg}",
         )
-    check_folder(svg)
+    check_file(svg)
     if what is not None:
         schedule_page.check(what, options)
     columns, timelines = paper.width(schedule_page.WIDTH), []

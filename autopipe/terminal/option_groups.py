@@ -66,6 +66,6 @@ def with_parameters(
     wrapper.__annotations__ = {
         name: parameter.annotation for name, parameter in signature.parameters.items()
     }
-    wrapper.__signature__ = signature  # type: ignore[attr-defined]
+    wrapper.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
     del wrapper.__wrapped__  # type: ignore[attr-defined]  # typer would seek hints there
     return wrapper

@@ -279,3 +279,20 @@ def test_a_terminal_without_the_lines_of_a_table_gets_question_marks(tmp_path: P
     assert said.code == 0, said.err
     assert "stage  forward  backward" in said.out
     assert "?????  ???????  ????????" in said.out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "explain gone.json --html here",
+        "export gone.json --to slurm -o here",
+        "simulate 1f1b --svg here",
+        "probe -o here",
+    ],
+)
+def test_a_folder_is_no_file_to_write(command: str, autopipe: Shell) -> None:
+    """Before anything is read or measured: the plan that is named is not even there."""
+    (autopipe.folder / "here").mkdir()
+    said = autopipe(*command.split())
+    assert said.code == 2
+    assert said.error == "here cannot be written: it is a folder\n\nhint: name a file in it"

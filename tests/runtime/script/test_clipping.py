@@ -44,10 +44,20 @@ class Gradients:
         return {name: one.grad for name, one in self.parameters.items() if one.grad is not None}
 
 
+def clipping_of(gradients: Gradients, *, parts: bool = True) -> Clipping:
+    return Clipping(
+        gradients,  # type: ignore[arg-type]  # it has what is asked of it here
+        Sharding(1, {}, {}),
+        PLACE,
+        None,
+        parts=parts,
+    )
+
+
 def told(change: Change, *, parts: bool = True, dtype: torch.dtype = torch.float32) -> int:
     """The step before whose update it is refused; STEPS: before none."""
     gradients = Gradients()
-    clipping = Clipping(gradients, Sharding(1, {}, {}), PLACE, None, parts=parts)  # type: ignore[arg-type]  # has what is asked
+    clipping = clipping_of(gradients, parts=parts)
     for step in range(STEPS):
         gradients.made(step, dtype)
         clipping.note()
@@ -126,7 +136,7 @@ def test_what_is_no_clipping_by_norm(change: Change) -> None:
 def test_clipping_by_the_norm_of_the_model_is_its_own() -> None:
     """Here it is the rank's, as there is one: to 0.5 in each step."""
     gradients = Gradients()
-    clipping = Clipping(gradients, Sharding(1, {}, {}), PLACE, None, parts=True)  # type: ignore[arg-type]  # has what is asked
+    clipping = clipping_of(gradients)
     for step in range(STEPS):
         gradients.made(step)
         clipping.note()
