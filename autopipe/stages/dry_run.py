@@ -28,6 +28,7 @@ from autopipe.ir.torch_private import fake_mode
 from autopipe.stages.lower import lower
 from autopipe.stages.node_calls import arrived
 from autopipe.stages.precision import arithmetic, computing, saves_wide, wide_statistics
+from autopipe.stages.read_in_backward import zeros_read
 from autopipe.stages.recompute import check_recompute, within
 from autopipe.stages.saved_storages import SavedStorages
 from autopipe.util.progress import phase
@@ -317,7 +318,7 @@ def _backward(
     if roots:
         before = live.kept.most = live.kept.now
         # A script's set_detect_anomaly(True) looks at values, which these tensors have not.
-        with observing(live.kept.keep), torch.autograd.set_detect_anomaly(False):
+        with observing(live.kept.keep), torch.autograd.set_detect_anomaly(False), zeros_read():
             torch.autograd.backward(roots, seeds)
         more = live.kept.most - before
     return more, tuple(dense_strides(found[0]) if found else None for found in live.gradients)

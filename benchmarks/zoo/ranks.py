@@ -67,17 +67,21 @@ class Way:
     Attributes:
         split: a key of `SPLITS`.
         device: "cpu" or "cuda".
+        compiled: whether stages are; None: as the planner chooses, which compiles them on GPUs.
     """
 
     split: str
     precision: str
     device: str
+    compiled: bool | None = None
 
     @property
     def name(self) -> str:
         """As it stands in a row."""
         kind = "-processes" if self.device == "cpu" else "-gpu"
-        return self.split + kind + (f"-{self.precision}" if self.precision != "fp32" else "")
+        engine = "-eager" if self.compiled is False else ""
+        precision = f"-{self.precision}" if self.precision != "fp32" else ""
+        return self.split + kind + engine + precision
 
     def cluster(self, ranks: int) -> Cluster:
         """GPUs are known by a datasheet: what they are has no say in what is tried."""
@@ -117,10 +121,12 @@ def main() -> None:
     add("--only", default="", help="parts of names, with commas between")
     add("--gpu", action="store_true", help="on a GPU, shared if there are fewer than ranks")
     add("--precision", default="fp32", choices=("fp32", *AUTOCAST), help="of plans")
+    add("--no-compile", action="store_true", help="on a GPU: many models in a short time")
     add("--share", default="0/1", help="2/5: the third of five shares of the models")
     add("--limit", type=int, default=120, help="seconds that a model may take")
     chosen = parser.parse_args()
-    way = Way(chosen.way, chosen.precision, "cuda" if chosen.gpu else "cpu")
+    device, compiled = "cuda" if chosen.gpu else "cpu", False if chosen.no_compile else None
+    way = Way(chosen.way, chosen.precision, device, compiled)
     importable()  # before transformers is
     from benchmarks.zoo import catalogue
 
@@ -229,7 +235,7 @@ def planned(subject: Subject, way: Way, in_doubles: bool) -> Planned | Row:
         model = subject.make()
     except Exception as error:  # whatever a library raises
         return Row(subject.name, way.name, "not built", said(error))
-    tried = Tried(subject, model, way.cluster, way.precision)
+    tried = Tried(subject, model, way.cluster, way.precision, way.compiled)
     if tried.random:
         return Row(subject.name, way.name, "not built", "draws random numbers")
     if len(tried.trace.graph.outputs) > 1:

@@ -97,8 +97,10 @@ class Tried:
         model: Model,
         cluster: Callable[[int], Cluster] = processes,
         precision: str = "fp32",
+        compiled: bool | None = None,
     ) -> None:
         self.subject, self.model, self.cluster, self.precision = subject, model, cluster, precision
+        self.compiled = compiled
         self.batch = model.inputs(ROWS * MICRO_BATCHES)
         self._plans: dict[tuple[int, int], Plan] = {}
         self._rehearsed: defaultdict[int, Known] = defaultdict(dict)
@@ -118,6 +120,7 @@ class Tried:
             planner="dynamic",
             sequence_parallel=True,
             loss_over=self.model.loss_over,
+            compiled=self.compiled,
         )
 
     @property

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopipe.errors import AutopipeError, InfeasibleError
+from autopipe.frontend import user_lines
 from autopipe.ir.graph import REGION_OP
 from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.joint.joint_graph import CannotSplit
@@ -113,7 +114,7 @@ def best_of_engines(job: Job, watch: Stopwatch) -> Chosen:
             return best_plan(job.on_engine(compiled=job.request.compiled), watch)
         except CannotSplit as error:
             raise AutopipeError(
-                f"compiled stages were asked for, and {_not_compiled(job) or error}",
+                f"compiled stages were asked for, and {_not_compiled(job) or _with_line(error)}",
                 hint="leave out --compile",
             ) from error
     if not _may_compile(job):
@@ -141,6 +142,12 @@ def _not_compiled(job: Job) -> str:
         return f"{region.name} is not compiled, since it runs as it is: {region.why}"
     place = f"{node.place}: " if node.place else ""
     return f"{place}no compiler looks into {node.op}"
+
+
+def _with_line(error: CannotSplit) -> str:
+    """What went wrong, behind the user's line where it did: one of an op's own backward."""
+    place = user_lines.of_error(error.__cause__) if error.__cause__ else ""
+    return f"{place} is not compiled: {error}" if place else str(error)
 
 
 def best_plan(job: Job, watch: Stopwatch, slower_than: Searched | None = None) -> Chosen:

@@ -61,7 +61,8 @@ class TableBesideRegion(Net):
     def inside(self, hidden: Tensor) -> Tensor:
         if self.size != hidden.shape[-1]:
             self.size = hidden.shape[-1]
-            self.table = torch.arange(self.size, dtype=hidden.dtype) / self.size
+            places = torch.arange(self.size, dtype=hidden.dtype, device=hidden.device)
+            self.table = places / self.size
         made: Tensor = torch.vmap(torch.sin)(self.first(hidden)) + self.table
         return made
 
