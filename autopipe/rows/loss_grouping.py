@@ -34,6 +34,7 @@ from autopipe.planfile.contents import MICRO_BATCH
 from autopipe.rewriting.label_counts import LabelCounts, label_counts, leaving_out
 from autopipe.rows.loss_tail import loss_nodes
 from autopipe.rows.row_dims import RowsUnknown
+from autopipe.rows.row_mixing import puts_rows_back
 from autopipe.rows.row_runs import HALF, ROWS, Leaves, Make, RowRuns
 from autopipe.tracing.traced import Trace
 from autopipe.util.progress import Say
@@ -142,6 +143,8 @@ def _why_unchecked(
             return str(why)
         # A run looks at masks that leave unequally many labels.
         if unequal is not None and not (holes_text and _uneven(unequal[0], labels)):
+            if puts_rows_back(traced, example):
+                return None  # values were made up for rows in the batch's order
             raise _refusal(*unequal, labels, tail.nodes[-1].place or begins(loss), holes_text)
     return None
 

@@ -8,14 +8,18 @@ what people mean with batch norm, and may be no more than an oversight elsewhere
 
 A graph is run on a few rows and on their halves (`row_runs`), with made-up weights. Where values
 that enter the loss differ, the first node whose rows do is named. A model that sorts rows and puts
-them back has rows that agree at the end, and is not named.
+them back has rows that agree at the end, and is not named; nor is one that puts them back behind
+its last parameters, as a mixture of experts without a head does:
+
+    h[order] --experts--> rows in the order of their experts  |  [order.argsort()] --> loss
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +42,7 @@ from autopipe.ir.op_costs import costs
 from autopipe.ir.repeats import shorten
 from autopipe.rows.loss_tail import loss_nodes
 from autopipe.rows.row_dims import RowsUnknown, rows_in
-from autopipe.rows.row_runs import HALF, ROWS, Ran, RowRuns, off
+from autopipe.rows.row_runs import HALF, ROWS, Leaves, Make, Ran, RowRuns, off
 from autopipe.tracing.traced import Trace
 
 MOST_FLOPS = 1e10
@@ -49,6 +53,12 @@ MOST_BYTES = 2**28
 
 CLOSE = 1e-4
 """Tolerance, as a share of the largest entry: a call that runs as it is gives 32 bits."""
+
+EXACT = 1e-6
+"""Tolerance for a loss in float64."""
+
+DRAWS = 4
+"""Draws of weights: four rows may stay in their order by chance, or their means may agree."""
 
 
 def remark(traced: Trace, example: Callable[[int], Any]) -> str | None:
@@ -79,31 +89,102 @@ def _batch_norm(graph: Graph) -> Node | None:
     return None
 
 
+def puts_rows_back(traced: Trace, example: Callable[[int], Any]) -> bool:
+    """Whether rows that enter the loss are in an order of the model's own, and the loss in none.
+
+    Args:
+        example: makes a batch of the given number of rows.
+    """
+    whole = _whole(traced, example)
+    if whole is None:
+        return False
+    found = (_tried(whole, seed) for seed in range(DRAWS))  # some draw leaves rows where they are
+    tried = next((tried for tried in found if tried and tried.differing), None)
+    return tried is not None and _loss_adds_up(whole, tried.made_up)
+
+
 def _mixing(traced: Trace, example: Callable[[int], Any]) -> Node | None:
     """The first node whose rows differ, if values that enter the loss do."""
+    whole = _whole(traced, example)
+    tried = whole and _tried(whole)
+    if not (whole and tried and tried.differing) or _loss_adds_up(whole, tried.made_up):
+        return None
+    ancestors = (whole.flow.graph.nodes[p] for p in whole.before(tried.differing))
+    return next((node for node in ancestors if _rows_differ(node, tried.runs)), None)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A graph, its equal blocks three, and what it is run on.
+
+    Attributes:
+        ends: the positions of the nodes whose values enter the loss.
+        leaves: the rows of a batch.
+        halves: those of its halves.
+    """
+
+    flow: Dataflow
+    ends: frozenset[int]
+    leaves: Leaves
+    halves: Sequence[Leaves]
+
+    def before(self, positions: Collection[int]) -> list[int]:
+        """These nodes, and all that they come from."""
+        return sorted(self.flow.with_all_before(positions))
+
+
+def _whole(traced: Trace, example: Callable[[int], Any]) -> _Whole | None:
+    """None of a graph that is too large to be run, or is traced for a number of rows."""
     graph = traced.graph
     states = sum(bytes_at(state.spec, ROWS) for state in graph.states.values())
     if traced.rows is not None or states > MOST_BYTES:
         return None
     flow = analyse(shorten(analyse(graph), find_blocks(graph)).graph)
-    ends = loss_nodes(flow).last
-    part = _part(flow, sorted(flow.with_all_before(ends)))
-    if _large(part):
-        return None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         leaves = batch.flatten(example(ROWS))
     halves = [batch.slice_rows(traced.inputs, leaves, n, n + HALF) for n in (0, HALF)]
+    whole = _Whole(flow, loss_nodes(flow).last, leaves, halves)
+    return None if _large(_part(flow, whole.before(whole.ends))) else whole
+
+
+class _Tried(NamedTuple):
+    """Runs up to the ends, what their weights are made up by, and the ends whose rows differ."""
+
+    made_up: Make
+    runs: tuple[Ran, Ran, Ran]
+    differing: frozenset[int]
+
+
+def _tried(whole: _Whole, seed: int = 0) -> _Tried | None:
+    """None of a graph that is not defined on made-up weights."""
+    nodes = whole.flow.graph.nodes
+    part = _part(whole.flow, whole.before(whole.ends))
     for made_up in (_around_zero, _positive):  # not every graph is defined on any number
         try:
-            runs = part.runs(leaves, halves, made_up, outputs=False)
+            runs = part.runs(whole.leaves, whole.halves, made_up, seed=seed, outputs=False)
         except Exception:  # whatever the ops raise on numbers that the model never has
             continue
-        if all(_finite(flow.graph.nodes[p], runs[0]) for p in ends):
-            differing = {p for p in ends if _rows_differ(flow.graph.nodes[p], runs, end=True)}
-            ancestors = (flow.graph.nodes[p] for p in sorted(flow.with_all_before(differing)))
-            return next((node for node in ancestors if _rows_differ(node, runs)), None)
+        if all(_finite(nodes[p], runs[0]) for p in whole.ends):
+            differing = (p for p in whole.ends if _rows_differ(nodes[p], runs, end=True))
+            return _Tried(made_up, runs, frozenset(differing))
     return None
+
+
+def _loss_adds_up(whole: _Whole, made_up: Make) -> bool:
+    """Whether the loss of all rows is the mean of the halves'; a sum and a count are their sums."""
+    outputs = whole.flow.graph.outputs
+    share = 0.5 if len(outputs) == 1 else 1.0
+    part = _part(whole.flow, range(len(whole.flow.graph.nodes)))
+    try:
+        draws = [part.runs(whole.leaves, whole.halves, made_up, seed=n) for n in range(DRAWS)]
+    except Exception:  # whatever the ops raise on numbers that the model never has
+        return False
+    return all(
+        math.isclose(loss, share * (first + second), rel_tol=EXACT)
+        for runs in draws
+        for loss, first, second in zip(*(ran.outputs for ran in runs), strict=True)
+    )
 
 
 def _part(flow: Dataflow, positions: Collection[int]) -> RowRuns:

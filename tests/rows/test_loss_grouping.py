@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import autopipe
 from autopipe.errors import ModelError
 from autopipe.planners.driver import checked_trace
-from autopipe.rows import loss_grouping
+from autopipe.rows import loss_grouping, row_mixing
 from autopipe.tracing import source as tracing
 from tests.support.grouped_losses import (
     FINE,
@@ -24,6 +24,7 @@ from tests.support.grouped_losses import (
     tokens,
 )
 from tests.support.inprocess import machine
+from tests.support.staged import trace_model
 
 
 @pytest.mark.sweep(of=6)
@@ -143,6 +144,33 @@ def test_batch_norm_is_not_the_losss_business():
             return self.norm(self.layer(x))
 
     assert checked(FINE["mean over rows"], Normed) == []
+
+
+class Experts(Net):
+    """Its last parameters see rows in the order of their experts; they are put back behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        order = self.layer(x).argmax(1).argsort(stable=True)
+        return F.linear(x[order], self.experts)[order.argsort()]
+
+
+@pytest.mark.parametrize("name", ["mean over rows", "mean over all numbers"])
+def test_rows_may_enter_the_loss_in_an_order_of_their_own(name):
+    """A bug: values made up in the batch's order were put back as if they were in the experts'."""
+    assert checked(FINE[name], Experts) == []
+    assert row_mixing.remark(trace_model(Experts(), inputs, FINE[name]), inputs) is None
+
+
+@pytest.mark.parametrize(
+    "loss", [negatives, lambda o, b: -o.var(0).mean()], ids=["negatives", "spread over rows"]
+)
+def test_rows_in_an_order_of_their_own_hide_no_loss_that_compares_them(loss):
+    with pytest.raises(ModelError, match="it compares rows with each other"):
+        checked(loss, Experts)
 
 
 def test_rows_that_come_last_in_a_flattened_dim_are_found():
