@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from autopipe.eager.counts import Calls, runs_ahead
 from autopipe.eager.holders import Part, holders_of, modules_among
 from autopipe.eager.kept import Caches, restoring
-from autopipe.eager.second_run import Call, Noted, check_left_out, check_unseen, plain_of
+from autopipe.eager.second_run import Call, Noted, check_unseen, draws_left_out, plain_of
 from autopipe.eager.taint import Taint
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes, version
@@ -40,8 +40,9 @@ def compared_runs(
     again: Callable[[Callable[[], Noted]], object],
     others: Callable[[], object],
     caches_filled: Callable[[], Iterable[str]],
-) -> tuple[T, tuple[str, ...]]:
-    """The result of a first run, and the names of kept values that make a later run differ.
+) -> tuple[T, tuple[str, ...], tuple[str, ...]]:
+    """The result of a first run; the names of kept values that make a later run differ; and the
+    functions by which the first run alone draws random numbers.
 
     Args:
         parts: the model and its loss; what these runs change in them is put back.
@@ -52,8 +53,8 @@ def compared_runs(
         caches_filled: names the buffers that are caches (`assigned_buffers.Assigned`), after a run.
 
     Raises:
-        CaptureError: a second run makes other calls, though no kept value has changed; or a first
-            run draws random numbers that later ones do not draw.
+        CaptureError: a second run makes other calls, though no kept value has changed; or leaves
+            out some by which a first run has drawn what a cache keeps.
     """
     with restoring(*parts) as changed:
         noted, caches = Noted(), Caches(*parts)
@@ -62,10 +63,10 @@ def compared_runs(
         if not names:
             check_unseen(noted.calls, again, filled=bool(caches.filled()))
     if not names:
-        return found, ()
+        return found, (), ()
     usual, second, later = _calls_on_rows(parts, rows, others)
-    check_left_out(usual, second)
-    return found, names if any(other != usual for other in (second, *later)) else ()
+    differ = any(other != usual for other in (second, *later))
+    return found, names if differ else (), draws_left_out(usual, second)
 
 
 def _calls_on_rows(

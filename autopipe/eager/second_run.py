@@ -94,14 +94,30 @@ def check_left_out(first: Sequence[Call], second: Sequence[Call]) -> None:
     Raises:
         CaptureError: the second run makes calls of the first alone, and leaves out such a draw.
     """
+    for function in draws_left_out(first, second):
+        raise kept_draw(function)
+
+
+def kept_draw(function: str) -> CaptureError:
+    """The error for a model that keeps what it draws in a first call."""
+    return CaptureError(
+        f"the model draws random numbers in a first call ({function}) and keeps them; in a "
+        "graph each call draws its own",
+        hint="draw them in __init__, and keep them with register_buffer",
+    )
+
+
+def draws_left_out(first: Sequence[Call], second: Sequence[Call]) -> tuple[str, ...]:
+    """The functions by which a first run draws and a second one does not, though it makes no other
+    calls; nothing if it makes others."""
     if _first_difference(first, second) < len(second):
-        return
-    for function in _draws_left_out(first, second):
-        raise CaptureError(
-            f"the model draws random numbers in a first call ({function}) and keeps them; in a "
-            "graph each call draws its own",
-            hint="draw them in __init__, and keep them with register_buffer",
-        )
+        return ()
+    return tuple(_draws_left_out(first, second))
+
+
+def is_draw_by(op: str, functions: Sequence[str]) -> bool:
+    """Whether an op may be what one of these functions draws by (`kaiming_uniform_`: a uniform)."""
+    return any(word in op and word in function for word in _RANDOM for function in functions)
 
 
 def _draws_left_out(first: Sequence[Call], second: Sequence[Call]) -> list[str]:

@@ -119,12 +119,13 @@ class _RunsOfALook:
         self.program(*[tensor.clone() for tensor in self.tensors])
 
     def reads(self, within: Within) -> tuple[Read, ...]:
-        """The reads of a run; sets the program's `unsteady`."""
+        """The reads of a run; sets the program's `unsteady` and `drawn_once`."""
         parts = self.program.parts
         first, again = partial(self._first, within), partial(self.again, within)
         runs = first, again, self.again
-        found, self.program.found.unsteady = compared_runs(
-            parts, self.tensors, *runs, lambda: self.program.found.caches
+        of = self.program.found
+        found, of.unsteady, of.drawn_once = compared_runs(
+            parts, self.tensors, *runs, lambda: of.caches
         )
         return found
 

@@ -27,6 +27,7 @@ from autopipe.opaque.search import with_regions
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import Region
 from autopipe.rewriting.second_writes import with_own_results, with_second_writes
+from autopipe.tracing import kept_draws
 from autopipe.tracing.capture.export import capture
 from autopipe.tracing.capture.from_export import convert
 from autopipe.tracing.capture.low_precision import (
@@ -214,6 +215,7 @@ class Tracer:
         assigned = dict(found.assigned).keys()
         graph = convert(exported, program.model, self.specs, program.twins, assigned)
         graph = with_region_names(graph, program.regions)
+        kept_draws.check(graph, found.drawn_once)
         if program.training:
             graph = check.after("results of checkpoints", with_own_results(graph))
             graph = check.after("second writes", with_second_writes(graph, assigned))

@@ -8,6 +8,7 @@ Of a model too large to be run while planning, no comparison with its graph tell
 
 import pytest
 import torch
+from torch import nn
 
 from autopipe.planners.driver import against_eager
 from tests.support.odd_models import Net, built, inputs, planned, refusal, square, unlike
@@ -160,6 +161,37 @@ def test_random_numbers_that_the_first_call_keeps_are_refused():
     """Bug: a lazily drawn projection was drawn anew in each micro-batch, without a word: eager and
     graph were compared on equal random numbers, where they agree."""
     assert "draws random numbers in a first call (rand) and keeps them" in refusal(built(Drawn))
+
+
+class OtherLayer(Net):
+    """As BigBird for short rows: a layer of another kind, whose own weights are thrown away."""
+
+    def begin(self):
+        self.replaced = False
+
+    def inside(self, hidden):
+        if not self.replaced:
+            layer, self.replaced = nn.Linear(8, 8), True
+            layer.weight, layer.bias = self.middle.weight, self.middle.bias
+            self.middle = layer
+        return self.middle(hidden)
+
+
+def test_random_numbers_that_the_first_call_throws_away_are_not():
+    """Bug: no head of BigBird was planned on rows of fewer tokens than its blocks have."""
+    planned(built(OtherLayer))
+    assert unlike(built(OtherLayer)) == []
+
+
+class DrawnInPart(Drawn):
+    """A part that runs as it is may keep what it draws, which no graph tells."""
+
+    def inside(self, hidden):
+        return super().inside(hidden)[hidden.sum(1) > -1e9]
+
+
+def test_what_a_part_draws_once_is_refused():
+    assert "keeps table from one call to the next" in refusal(built(DrawnInPart))
 
 
 class KeptOfRealWeights(OfAnotherDtype):
