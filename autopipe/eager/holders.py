@@ -227,7 +227,7 @@ def _may_change(key: Any, value: Any) -> bool:
         return False
     if isinstance(value, (list, dict, set)):  # a library's own may load files when read
         return type(value) in CONTAINERS
-    return isinstance(value, _PLAIN) or not isinstance(value, _PASSED)
+    return isinstance(value, (*_PLAIN, Tensor)) or not isinstance(value, _PASSED)
 
 
 def _of_function(value: Any) -> dict[int, Holder]:

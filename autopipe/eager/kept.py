@@ -37,30 +37,57 @@ def restoring(*parts: Part) -> Iterator[Callable[[], tuple[str, ...]]]:
         yield lambda: (*kept(), *registered())
 
 
-@contextmanager
-def restoring_kept(holders: Sequence[Holder]) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """As `restoring`, of the values of these holders alone."""
-    drawn = _drawn_from(holders)
-    before = [(holder, _with_contents(holder.values())) for holder in holders]
+class KeptNow:
+    """The values of some holders as they are when this is made, with their contents."""
 
-    def changed() -> tuple[str, ...]:
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self._before = [(holder, _with_contents(holder.values())) for holder in holders]
+
+    def changed(self) -> tuple[str, ...]:
+        """The names of the values that have changed or are new since then."""
         return tuple(
             dict.fromkeys(
                 holder.label(key)
-                for holder, known in before
+                for holder, known in self._before
                 for key, value in holder.values().items()
                 if _differs(value, known.get(key))
             )
         )
 
-    try:
-        yield changed
-    finally:
-        for holder, known in before:
+    def put_back(self) -> None:
+        """Put the values back, and remove new ones."""
+        for holder, known in self._before:
             added = holder.values().keys() - known.keys()
             for key in sorted(added, reverse=True) if holder.inside else added:
                 del holder.entries[key]
             _put_back(holder.entries, known)
+
+    def put_contents_back(self) -> None:
+        """Put back what queues, arrays and bytes hold that are still the same objects."""
+        for holder, known in self._before:
+            for key, (value, content) in known.items():
+                if holder.entries.get(key) is value and not isinstance(value, Tensor):
+                    put_back(value, content)
+
+    def changed_contents(self) -> tuple[str, ...]:
+        """The names of the values that `put_contents_back` would change."""
+        return tuple(
+            holder.label(key)
+            for holder, known in self._before
+            for key, (value, content) in known.items()
+            if holder.entries.get(key) is value and not is_as(value, content)
+        )
+
+
+@contextmanager
+def restoring_kept(holders: Sequence[Holder]) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """As `restoring`, of the values of these holders alone."""
+    drawn = _drawn_from(holders)
+    before = KeptNow(holders)
+    try:
+        yield before.changed
+    finally:
+        before.put_back()
         for holder, key, watched in drawn:
             holder.entries[key] = watched.left()
 
