@@ -141,14 +141,15 @@ def _drawn_from(holders: Sequence[Holder]) -> list[tuple[Holder, Any, Rewindable
 
 @contextmanager
 def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """`restoring` for hooks, for names of buffers, and for whether modules are in training.
+    """`restoring` for hooks, for submodules and parameters by their names, for names of buffers,
+    and for whether modules are in training.
 
     Yields:
-        a function that names changed hooks and new buffers.
+        a function that names changed hooks, submodules, parameters and new buffers.
     """
     paths = {module: path for model in models for path, module in model.named_modules()}
     modules = list(paths)
-    watched = ["training", *(name for name in INTERNAL if "hooks" in name)]
+    watched = ["training", "_modules", "_parameters", *(n for n in INTERNAL if "hooks" in n)]
     before = [
         (module, _with_contents({n: vars(module)[n] for n in watched if n in vars(module)}))
         for module in modules
@@ -158,13 +159,14 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], 
     known = {name for model in models for name in buffers_of(model)}
 
     def changed() -> tuple[str, ...]:
-        hooks = (
-            f"{paths[module]}.{name}".strip(".").replace("._", ".")
+        found = (
+            f"{paths[module]}.{changed_name}".strip(".").replace("._", ".")
             for module, attributes in before
             for name, (value, content) in attributes.items()
             if vars(module)[name] is not value or not is_as(value, content)
+            for changed_name in _names_in(name, vars(module)[name], content)
         )
-        return (*hooks, *(n for model in models for n in buffers_of(model) if n not in known))
+        return (*found, *(n for model in models for n in buffers_of(model) if n not in known))
 
     try:
         yield changed
@@ -176,6 +178,15 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], 
                 delattr(module, name)
         for module, name in empty:
             setattr(module, name, None)
+
+
+def _names_in(name: str, value: Any, content: Any) -> list[str]:
+    """The submodules or parameters that have changed in a module's dict of them; of any other
+    attribute its name."""
+    if name not in ("_modules", "_parameters"):
+        return [name]
+    before = dict(zip(content[::2], content[1::2], strict=True))
+    return [key for key in {**before, **value} if before.get(key) is not value.get(key)]
 
 
 def without_values(model: nn.Module) -> list[str]:

@@ -16,6 +16,7 @@ from autopipe.eager import second_run
 from autopipe.eager.assigned_buffers import as_before, buffers_of, frozen_as_before
 from autopipe.eager.counts import Counts
 from autopipe.eager.draws import Generators
+from autopipe.eager.frozen import numbered
 from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch as batches
@@ -239,7 +240,10 @@ class Measuring:
         try:
             with as_before(*eager.parts), frozen_as_before(self._model):
                 with torch.random.fork_rng(devices=[]):
-                    calls = second_run.calls_of(lambda: found.append(self._once(eager, leaves)))
+                    calls = second_run.calls_of(
+                        lambda: found.append(self._once(eager, leaves)),
+                        numbered(parameters),
+                    )
                 loss = found[0][0] if isinstance(found[0], tuple) else found[0]
                 buffers = buffers_of(self._model)
                 before = {name: version(buffer) for name, buffer in buffers.items()}
