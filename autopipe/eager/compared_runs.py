@@ -14,7 +14,7 @@ the rows or of a weight is in it (`CallsOnRows`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.counts import Calls, runs_ahead
-from autopipe.eager.holders import Part, holders_of, modules_among
+from autopipe.eager.frozen import numbered, plain_of
+from autopipe.eager.holders import Part, holders_of, modules_among, weights_of
 from autopipe.eager.kept import Caches, restoring
-from autopipe.eager.second_run import Call, Noted, check_unseen, draws_left_out, plain_of
+from autopipe.eager.second_run import Call, Noted, check_unseen, draws_left_out
 from autopipe.eager.taint import Taint
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes, version
@@ -53,17 +54,17 @@ def compared_runs(
         caches_filled: names the buffers that are caches (`assigned_buffers.Assigned`), after a run.
 
     Raises:
-        CaptureError: a second run makes other calls, though no kept value has changed; or leaves
-            out some by which a first run has drawn what a cache keeps.
+        CaptureError: a second run makes other calls, though no kept value has changed.
     """
     with restoring(*parts) as changed:
-        noted, caches = Noted(), Caches(*parts)
+        parameters = numbered(weights_of(parts))
+        noted, caches = Noted(parameters), Caches(*parts)
         found = first(noted)
         names = (*changed(), *sorted(caches_filled()))
         if not names:
-            check_unseen(noted.calls, again, filled=bool(caches.filled()))
-    if not names:
-        return found, (), ()
+            again_calls = check_unseen(noted.calls, again, parameters)
+            drawn = draws_left_out(noted.calls, again_calls) if caches.filled() else ()
+            return found, (), drawn
     usual, second, later = _calls_on_rows(parts, rows, others)
     differ = any(other != usual for other in (second, *later))
     return found, names if differ else (), draws_left_out(usual, second)
@@ -73,11 +74,11 @@ def _calls_on_rows(
     parts: Sequence[Part], rows: Iterable[Tensor], run: Callable[[], object]
 ) -> tuple[Calls, Calls, list[Calls | str]]:
     """The calls on rows of a first run, of a second one, and of those that `runs_ahead` makes."""
-    weights = [p for model in modules_among(parts) for p in model.parameters()]
+    weights = weights_of(parts)
     taint = Taint([*rows, *weights, *_written_buffers(parts, run)], draws=True)
 
     def logged(run: Callable[[], object]) -> Calls:
-        with taint, CallsOnRows(taint) as on_rows:
+        with taint, CallsOnRows(taint, numbered(weights)) as on_rows:
             run()
         if not any(map(is_fake, weights)):  # the taint holds all activations of the run
             taint.forget_all_but(_kept(parts))
@@ -89,19 +90,20 @@ def _calls_on_rows(
 
 class CallsOnRows(TorchFunctionMode):
     """Notes the calls of torch that depend on the rows, on a weight or on a random number, with all
-    else that they are given: numbers, and the values of other tensors.
+    else that they are given: numbers, which parameters, and the values of other tensors.
 
     Args:
         taint: entered around this mode; its sources are the rows and the weights.
+        parameters: as `second_run.Noted`.
 
     Attributes:
         calls: the calls so far, without values of what depends on a source.
     """
 
-    def __init__(self, taint: Taint) -> None:
+    def __init__(self, taint: Taint, parameters: Mapping[int, int]) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self._taint = taint
+        self._taint, self._parameters = taint, parameters
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with no_function_modes():  # to look at a value is no read of the model's
@@ -128,9 +130,9 @@ class CallsOnRows(TorchFunctionMode):
         unseen = is_fake(tensor) or is_transformed(tensor) or tensor.is_nested
         return unseen or tensor.layout != torch.strided or self._taint(tensor)
 
-    def _values(self, tensor: Tensor) -> bytes | None:
+    def _values(self, tensor: Tensor) -> bytes | int | None:
         if self._on_rows(tensor):
-            return None
+            return self._parameters.get(id(tensor))
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         return blake2b(plain.view(torch.uint8).numpy().tobytes()).digest()
 

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autopipe.eager.holders import Part, holders_of
+from autopipe.eager.frozen import numbered
+from autopipe.eager.holders import Part, holders_of, weights_of
 from autopipe.eager.iterators import is_generator, place_of, put_at
 from autopipe.eager.second_run import Share, calls_of
 from autopipe.errors import CaptureError
@@ -53,6 +54,7 @@ class Generators:
             for key, value in holder.values().items()
             if is_generator(_generator(value))
         ]
+        self._weights = numbered(weights_of(parts))
         found = [*(module.random for module in _modules()), *(value for *_, value in self._kept)]
         generators = {id(g): g for g in map(_generator, found) if is_generator(g)}
         self._all = list(generators.values())
@@ -90,10 +92,10 @@ class Generators:
             for seed in range(RUNS):
                 for generator in self._all:
                     _seed(generator, seed)
-                logs.add(calls_of(run))
+                logs.add(calls_of(run, self._weights))
             for share in EXTREMES:  # of a rare event no seed may tell: random.random() < 0.01
                 with self._giving(share):
-                    logs.add(calls_of(run))
+                    logs.add(calls_of(run, self._weights))
             place = _line_of_python(run) or draws.place
         if len(logs) > 1:
             raise CaptureError(

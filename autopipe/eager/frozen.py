@@ -1,10 +1,11 @@
-"""Make hashable stand-ins of Python values, equal only if no code can tell the values apart."""
+"""Make stand-ins of Python values, to compare: equal only if no code can tell the values apart;
+and of parameters and the arguments of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -45,3 +46,23 @@ def frozen(value: Any, *, deep: bool = True) -> Hashable:
         return type(value), id(value)
     inside = getattr(value, "__dict__", None)
     return type(value), id(value), frozen(dict(inside), deep=False) if inside else None
+
+
+NO_PARAMETERS: Mapping[int, int] = MappingProxyType({})
+
+
+def numbered(parameters: Iterable[Tensor]) -> dict[int, int]:
+    """The number of each parameter, by its identity: tells apart parameters of equal shapes."""
+    return {id(parameter): number for number, parameter in enumerate(parameters)}
+
+
+def plain_of(arg: Any) -> Any:
+    """An argument with the names of classes in place of all values but numbers and texts."""
+    if isinstance(arg, tuple | list):
+        return [*map(plain_of, arg)]
+    if isinstance(arg, dict):
+        return {key: plain_of(value) for key, value in arg.items()}
+    if isinstance(arg, slice):
+        return [*map(plain_of, (arg.start, arg.stop, arg.step))]
+    known = isinstance(arg, int | float | complex | str) or type(arg).__module__ == "numpy"
+    return arg if known and not isinstance(arg, Tensor) else type(arg).__name__

@@ -92,6 +92,11 @@ def modules_among(parts: Iterable[Part]) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
+def weights_of(parts: Iterable[Part]) -> list[Tensor]:
+    """The parameters of the models among the parts."""
+    return [p for model in modules_among(parts) for p in model.parameters()]
+
+
 def tensors_of(holders: Iterable[Holder]) -> list[Tensor]:
     """The tensors that holders keep and a model may write, each once; no parameters or buffers."""
     kept = (value for holder in holders for value in list(holder.entries.values()))
@@ -227,7 +232,7 @@ def _may_change(key: Any, value: Any) -> bool:
         return False
     if isinstance(value, (list, dict, set)):  # a library's own may load files when read
         return type(value) in CONTAINERS
-    return isinstance(value, _PLAIN) or not isinstance(value, _PASSED)
+    return isinstance(value, (*_PLAIN, Tensor)) or not isinstance(value, _PASSED)
 
 
 def _of_function(value: Any) -> dict[int, Holder]:

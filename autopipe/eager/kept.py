@@ -37,30 +37,57 @@ def restoring(*parts: Part) -> Iterator[Callable[[], tuple[str, ...]]]:
         yield lambda: (*kept(), *registered())
 
 
-@contextmanager
-def restoring_kept(holders: Sequence[Holder]) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """As `restoring`, of the values of these holders alone."""
-    drawn = _drawn_from(holders)
-    before = [(holder, _with_contents(holder.values())) for holder in holders]
+class KeptNow:
+    """The values of some holders as they are when this is made, with their contents."""
 
-    def changed() -> tuple[str, ...]:
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self._before = [(holder, _with_contents(holder.values())) for holder in holders]
+
+    def changed(self) -> tuple[str, ...]:
+        """The names of the values that have changed or are new since then."""
         return tuple(
             dict.fromkeys(
                 holder.label(key)
-                for holder, known in before
+                for holder, known in self._before
                 for key, value in holder.values().items()
                 if _differs(value, known.get(key))
             )
         )
 
-    try:
-        yield changed
-    finally:
-        for holder, known in before:
+    def put_back(self) -> None:
+        """Put the values back, and remove new ones."""
+        for holder, known in self._before:
             added = holder.values().keys() - known.keys()
             for key in sorted(added, reverse=True) if holder.inside else added:
                 del holder.entries[key]
             _put_back(holder.entries, known)
+
+    def put_contents_back(self) -> None:
+        """Put back what queues, arrays and bytes hold that are still the same objects."""
+        for holder, known in self._before:
+            for key, (value, content) in known.items():
+                if holder.entries.get(key) is value and not isinstance(value, Tensor):
+                    put_back(value, content)
+
+    def changed_contents(self) -> tuple[str, ...]:
+        """The names of the values that `put_contents_back` would change."""
+        return tuple(
+            holder.label(key)
+            for holder, known in self._before
+            for key, (value, content) in known.items()
+            if holder.entries.get(key) is value and not is_as(value, content)
+        )
+
+
+@contextmanager
+def restoring_kept(holders: Sequence[Holder]) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """As `restoring`, of the values of these holders alone."""
+    drawn = _drawn_from(holders)
+    before = KeptNow(holders)
+    try:
+        yield before.changed
+    finally:
+        before.put_back()
         for holder, key, watched in drawn:
             holder.entries[key] = watched.left()
 
@@ -114,14 +141,15 @@ def _drawn_from(holders: Sequence[Holder]) -> list[tuple[Holder, Any, Rewindable
 
 @contextmanager
 def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """`restoring` for hooks, for names of buffers, and for whether modules are in training.
+    """`restoring` for hooks, for submodules and parameters by their names, for names of buffers,
+    and for whether modules are in training.
 
     Yields:
-        a function that names changed hooks and new buffers.
+        a function that names changed hooks, submodules, parameters and new buffers.
     """
     paths = {module: path for model in models for path, module in model.named_modules()}
     modules = list(paths)
-    watched = ["training", *(name for name in INTERNAL if "hooks" in name)]
+    watched = ["training", "_modules", "_parameters", *(n for n in INTERNAL if "hooks" in n)]
     before = [
         (module, _with_contents({n: vars(module)[n] for n in watched if n in vars(module)}))
         for module in modules
@@ -131,13 +159,14 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], 
     known = {name for model in models for name in buffers_of(model)}
 
     def changed() -> tuple[str, ...]:
-        hooks = (
-            f"{paths[module]}.{name}".strip(".").replace("._", ".")
+        found = (
+            f"{paths[module]}.{changed_name}".strip(".").replace("._", ".")
             for module, attributes in before
             for name, (value, content) in attributes.items()
             if vars(module)[name] is not value or not is_as(value, content)
+            for changed_name in _names_in(name, vars(module)[name], content)
         )
-        return (*hooks, *(n for model in models for n in buffers_of(model) if n not in known))
+        return (*found, *(n for model in models for n in buffers_of(model) if n not in known))
 
     try:
         yield changed
@@ -149,6 +178,15 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], 
                 delattr(module, name)
         for module, name in empty:
             setattr(module, name, None)
+
+
+def _names_in(name: str, value: Any, content: Any) -> list[str]:
+    """The submodules or parameters that have changed in a module's dict of them; of any other
+    attribute its name."""
+    if name not in ("_modules", "_parameters"):
+        return [name]
+    before = dict(zip(content[::2], content[1::2], strict=True))
+    return [key for key in {**before, **value} if before.get(key) is not value.get(key)]
 
 
 def without_values(model: nn.Module) -> list[str]:

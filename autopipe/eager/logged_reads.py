@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopipe.eager.second_run import plain_of
+from autopipe.eager.frozen import plain_of
 from autopipe.ir.tensors import tensors_in
 
 Number = bool | int | float

@@ -15,7 +15,7 @@ import marshal
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.assigned_buffers import buffers_of
+from autopipe.eager.frozen import NO_PARAMETERS, plain_of
 from autopipe.errors import CaptureError, DrawnBranch, OtherBranch, OtherCalls, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.tensors import tensors_in
@@ -41,17 +42,22 @@ Call = tuple[tuple[str, Any], ...]
 """A call of torch: (function, its numbers), then (shape, values) of each tensor it is given."""
 
 
-def calls_of(run: Callable[[], object]) -> tuple[Call, ...]:
-    """The calls of torch that a run makes, with their numbers and the values of small tensors."""
-    with Noted() as noted:
+def calls_of(run: Callable[[], object], parameters: Mapping[int, int]) -> tuple[Call, ...]:
+    """The calls of torch that a run makes, with their numbers and the values of small tensors.
+
+    Args:
+        parameters: as `Noted`.
+    """
+    with Noted(parameters) as noted:
         run()
     return tuple(noted.calls)
 
 
 def check_unseen(
-    first: Sequence[Call], again: Callable[..., object], *, filled: bool = False
-) -> None:
-    """Refuse a model whose second run makes other calls, though no kept value has changed.
+    first: Sequence[Call], again: Callable[..., object], parameters: Mapping[int, int]
+) -> Sequence[Call]:
+    """The calls of a second run; of a model that makes others in it, though no kept value has
+    changed, a refusal.
 
     The second run may leave out calls of the first: those have filled a cache (`functools.cache`).
 
@@ -59,19 +65,18 @@ def check_unseen(
         first: the calls of torch of the first run.
         again: takes a function that returns a mode, and makes another run under that mode, with
             the buffers and the random numbers of the first run.
-        filled: whether a cached function has kept results of the first run.
+        parameters: as `Noted`.
 
     Raises:
         OtherCalls: names the line of the first call that differs.
     """
-    second = Noted()
+    second = Noted(parameters)
     again(lambda: second)
     position = _first_difference(first, second.calls)
     if position == len(second.calls):
-        if filled:
-            check_left_out(first, second.calls)
-        return
-    noted = Noted(until=position)  # kept values have changed once more; the line is the same
+        return second.calls
+    # Kept values have changed once more; the line is the same.
+    noted = Noted(parameters, until=position)
     again(lambda: noted)
     at = f"{noted.place}: " if noted.place else ""
     raise OtherCalls(
@@ -88,47 +93,23 @@ def leaves_out(first: Sequence[Call], second: Sequence[Call]) -> bool:
     return _first_difference(first, second) == len(second) and not _draws_left_out(first, second)
 
 
-def check_left_out(first: Sequence[Call], second: Sequence[Call]) -> None:
-    """Refuse random numbers that a first run draws and keeps: a graph draws them in each call.
-
-    Raises:
-        CaptureError: the second run makes calls of the first alone, and leaves out such a draw.
-    """
-    for function in draws_left_out(first, second):
-        raise kept_draw(function)
-
-
-def kept_draw(function: str) -> CaptureError:
-    """The error for a model that keeps what it draws in a first call."""
-    return CaptureError(
-        f"the model draws random numbers in a first call ({function}) and keeps them; in a "
-        "graph each call draws its own",
-        hint="draw them in __init__, and keep them with register_buffer",
-    )
-
-
 def draws_left_out(first: Sequence[Call], second: Sequence[Call]) -> tuple[str, ...]:
     """The functions by which a first run draws and a second one does not, though it makes no other
     calls; nothing if it makes others."""
     if _first_difference(first, second) < len(second):
         return ()
-    return tuple(_draws_left_out(first, second))
+    return _draws_left_out(first, second)
 
 
-def is_draw_by(op: str, functions: Sequence[str]) -> bool:
-    """Whether an op may be what one of these functions draws by (`kaiming_uniform_`: a uniform)."""
-    return any(word in op and word in function for word in _RANDOM for function in functions)
-
-
-def _draws_left_out(first: Sequence[Call], second: Sequence[Call]) -> list[str]:
-    """The names of the functions that the first run draws by, and the second does not."""
+def _draws_left_out(first: Sequence[Call], second: Sequence[Call]) -> tuple[str, ...]:
     counts = Counter(call[0] for call in first)
     counts.subtract(call[0] for call in second)
     left = (re.findall(r"\w+", function) for (function, _), count in counts.items() if count > 0)
-    return [name for names in left for name in names if any(word in name for word in _RANDOM)]
+    return tuple(name for names in left for name in names if any(word in name for word in RANDOM))
 
 
-_RANDOM = "rand", "normal", "uniform", "bernoulli", "multinomial", "exponential", "dropout"
+RANDOM = "rand", "normal", "uniform", "bernoulli", "multinomial", "exponential", "dropout"
+"""Words in the names of functions that draw random numbers."""
 
 
 def _first_difference(first: Sequence[Call], second: Sequence[Call]) -> int:
@@ -305,16 +286,20 @@ class Noted(TorchFunctionMode):
     Values of a tensor that an earlier call has made are not noted: they follow from that call, or
     are what memory held before (`torch.empty`). Attributes (`x.dtype`, `x.shape`) are no calls.
 
+    Args:
+        parameters: `frozen.numbered` of the model's; one that a call makes has no number.
+        until: the number of a call.
+
     Attributes:
         calls: the calls so far.
         place: the user's line at call number `until`, once that was made.
     """
 
-    def __init__(self, until: int = -1) -> None:
+    def __init__(self, parameters: Mapping[int, int] = NO_PARAMETERS, until: int = -1) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.place = ""
-        self._until = until
+        self._parameters, self._until = parameters, until
         self._made: dict[int, weakref.ref[Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -337,10 +322,10 @@ class Noted(TorchFunctionMode):
             self._made[id(tensor)] = weakref.ref(tensor)
         return result
 
-    def _values(self, tensor: Tensor) -> bytes | None:
-        """The values of a small tensor from outside, as bytes; None: they are not noted."""
+    def _values(self, tensor: Tensor) -> bytes | int | None:
+        """The values of a small tensor from outside; the number of a parameter; None: no note."""
         if isinstance(tensor, nn.Parameter) or is_fake(tensor):
-            return None
+            return self._parameters.get(id(tensor))
         if is_transformed(tensor) or tensor.is_nested or tensor.numel() > SMALL:
             return None
         reference = self._made.get(id(tensor))
@@ -348,15 +333,3 @@ class Noted(TorchFunctionMode):
             return None
         dense = tensor.detach().to_dense()
         return marshal.dumps(dense.tolist(), BINARY)  # a text takes 20 times as long
-
-
-def plain_of(arg: Any) -> Any:
-    """An argument with the names of classes in place of all values but numbers and texts."""
-    if isinstance(arg, tuple | list):
-        return [*map(plain_of, arg)]
-    if isinstance(arg, dict):
-        return {key: plain_of(value) for key, value in arg.items()}
-    if isinstance(arg, slice):
-        return [*map(plain_of, (arg.start, arg.stop, arg.step))]
-    known = isinstance(arg, int | float | complex | str) or type(arg).__module__ == "numpy"
-    return arg if known and not isinstance(arg, Tensor) else type(arg).__name__

@@ -54,11 +54,11 @@ _packs: list[Pack] = []
 
 
 @contextmanager
-def observing(pack: Pack) -> Iterator[None]:
-    """Within, call `pack` with every tensor that autograd or an opaque op's real kernel saves."""
+def observing(pack: Pack, unpack: Pack | None = None) -> Iterator[None]:
+    """Within, `pack` gets what autograd or an opaque op's kernel saves; `unpack` what it gives."""
     _packs.append(pack)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, _same):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack or _same):
             yield
     finally:
         _packs.pop()

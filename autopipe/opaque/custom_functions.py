@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -28,12 +29,13 @@ from autopipe.errors import AutopipeError, CaptureError, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.torch_patches import patched, replacing_custom_functions
 from autopipe.ir.torch_private import (
-    TorchDispatchMode,
     no_function_modes,
     no_modes,
     storage_key,
     version,
 )
+from autopipe.opaque.held_numbers import held_by
+from autopipe.opaque.tried_functions import Tried, tried
 from autopipe.rewriting.gpu_autocast import autocast_inside
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
@@ -41,11 +43,13 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Si
 
 @dataclass
 class _Applied:
-    """A Function with its arguments but for the tensors; `single`: it gives a tensor, no tuple."""
+    """A Function with its arguments but for the tensors, and the numbers and texts that it reads
+    besides (`held_numbers`); `single`: it gives a tensor, no tuple."""
 
     kind: type
     apply: Callable[..., Any]
     arguments: tuple[Any, ...]
+    held: Mapping[str, Any]
     single: bool = True
 
 
@@ -114,12 +118,14 @@ def as_ops() -> Iterator[None]:
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         arguments = tuple(_PLACE if isinstance(arg, Tensor) else arg for arg in args)
         name = f"{kind.__module__}.{kind.__qualname__}"
-        held = [f"{key}={value!r}" for key, value in _held(kind).items()]
-        call = f"{name}({', '.join([*map(repr, arguments), *held])})"
+        held = held_by(kind)
+        texts = [f"{key}={value!r}" for key, value in held.items()]
+        call = f"{name}({', '.join([*map(repr, arguments), *texts])})"
         if seen.setdefault(call, kind) is not kind:
             raise _refusal(kind, "is one of two of that name")
-        _known[call] = _Applied(kind, apply, arguments)
-        random = (True,) if _draws(_known[call], tensors) else ()
+        _known[call] = _Applied(kind, apply, arguments, deepcopy(held))
+        found = _tried(_known[call], tensors)
+        random = (True,) if found is not None and found.draws else ()
         results = torch.ops.autopipe.function.default(tensors, call, *random)
         return results[0] if _known[call].single else tuple(results)
 
@@ -196,71 +202,55 @@ def _replaced() -> bool:
     return vars(torch.autograd.Function)["apply"] is not _APPLY
 
 
-def _draws(applied: _Applied, tensors: Sequence[Tensor]) -> bool:
-    """Whether a Function draws random numbers, which come from a stream of its own then.
-
-    It is applied to copies, where no trace sees it.
+def _tried(applied: _Applied, tensors: Sequence[Tensor]) -> Tried | None:
+    """What a Function does with copies, where no trace sees it; None: it fails on them.
 
     Raises:
         CaptureError: its backward writes what it was given.
+        Uncaptured: it reads a tensor that the model has made, and that it is not given.
     """
-    copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-    with no_modes(), no_function_modes(), torch.random.fork_rng(devices=[]):
+    with no_modes(), no_function_modes():
         try:
-            with _Drawing() as drawing:
-                results = _results(applied, copies)
-            written = _written_by_backward(results, copies)
+            found = tried(lambda copies: _results(applied, copies), tensors)
         except AutopipeError:
             raise
         except Exception:  # it reads values, which a trace answers, or fails there as well
-            return False
-    if written:
+            return None
+    if found.reads_others:
+        raise _refusal(applied.kind, "reads a tensor that was made in this forward and kept")
+    if found.written:
         raise CaptureError(
             f"{user_lines.here()}: the backward of {applied.kind.__module__}."
             f"{applied.kind.__qualname__} writes a tensor that its forward is given: in a pipeline "
             "later micro-batches have read it by then",
             hint="write buffers in forward, or give the sum of gradients to the optimizer",
         )
-    return bool(drawing.seen)
+    return found
 
 
-def _written_by_backward(results: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-    outputs = [result for result in results if result.requires_grad]
-    inputs = [tensor for tensor in given if tensor.requires_grad]
-    before = [version(tensor) for tensor in given]
-    if outputs:
-        gradients = [torch.ones_like(result) for result in outputs]
-        torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
-    return before != [version(tensor) for tensor in given]
+def check_held(call: str, place: str) -> None:
+    """Refuse a Function that reads what forward has set, after the trace, when all that forward has
+    set is put back.
 
+    Args:
+        call: the text by which an op names it.
+        place: the user's line.
 
-def _held(kind: type) -> dict[str, Any]:
-    """The numbers and texts that the code of a Function reads of its class and of its file.
-
-    A run reads them whenever it calls the Function; where a model changes them, its graph is that
-    of one call.
+    Raises:
+        CaptureError: names what is set.
     """
-    found = {}
-    for method in ("forward", "setup_context", "backward"):
-        code = inspect.unwrap(getattr(kind, method))
-        if inspect.isfunction(code) and not code.__module__.startswith("torch."):
-            for name in code.__code__.co_names:
-                value = getattr(kind, name, code.__globals__.get(name))
-                if type(value) in (bool, int, float, str):
-                    found[name] = value
-    return dict(sorted(found.items()))
-
-
-class _Drawing(TorchDispatchMode):
-    """Sees whether random numbers are drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+    applied = _known.get(call)
+    if applied is None:
+        return
+    now = held_by(applied.kind)
+    for name, value in applied.held.items():
+        if repr(now.get(name)) != repr(value):
+            raise CaptureError(
+                f"{place}: {applied.kind.__qualname__}, a custom autograd.Function, reads {name}, "
+                f"which forward sets to {value!r} from {now.get(name)!r} before: what sets it does "
+                "not run where the Function does",
+                hint="give it to the Function as an argument: Function.apply(x, scale)",
+            )
 
 
 asked_reentrant = ContextVar("asked_reentrant", default=False)

@@ -239,10 +239,12 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
         _set(inner, set_here)
 
     found = returned(result, _left(region, set_here))
-    for tensor in distinct_tensors(found):
+    tensors = distinct_tensors(found)
+    given_back = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors]
+    for tensor in given_back:  # hooks of the user's on a result itself come behind this one
         if tensor.requires_grad:
             tensor.register_hook(restore)  # type: ignore[no-untyped-call]
-    return found
+    return whole_of(parts_of(found, tensors, owned(model)), given_back, model)
 
 
 @contextmanager

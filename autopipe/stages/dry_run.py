@@ -30,7 +30,7 @@ from autopipe.stages.node_calls import arrived
 from autopipe.stages.precision import arithmetic, computing, saves_wide, wide_statistics
 from autopipe.stages.read_in_backward import zeros_read
 from autopipe.stages.recompute import check_recompute, within
-from autopipe.stages.saved_storages import SavedStorages
+from autopipe.stages.saved_storages import SavedStorages, naming_writes
 from autopipe.util.progress import phase
 
 
@@ -258,7 +258,7 @@ class _Rehearsing:
         ]
         saved = SavedStorages((*states.values(), *received, *inputs, *copies))
         arrivals = [arrived(tensor) for tensor in received]
-        with observing(saved.keep), computing(numerics):
+        with observing(saved.keep, saved.taken), computing(numerics):
             results = lowered.module(*(tensor for tensor, _ in arrivals), *inputs)
         outgoing = tuple(results[: len(stage.outgoing)])
         # What only a branch without a gradient had saved is gone by now: the scores that groups of
@@ -290,7 +290,8 @@ class _Rehearsing:
             key = "backward", keys[stage.index], seeds
             if key not in self.known:
                 live = self.live.pop(keys[stage.index], None) or self._run(stage)[1]
-                self.known[key] = _backward(live, sent)
+                with naming_writes(self.graph):
+                    self.known[key] = _backward(live, sent)
             made[stage.index], gradients = self.known[key]
             for (ref, _), strides_now in zip(stage.receives, gradients, strict=True):
                 boundary = self.boundaries[ref]
@@ -316,11 +317,11 @@ def _backward(
         seeds = [_summed(boundary) for _, boundary in carrying]
     more = 0
     if roots:
-        before = live.kept.most = live.kept.now
-        # A script's set_detect_anomaly(True) looks at values, which these tensors have not.
-        with observing(live.kept.keep), torch.autograd.set_detect_anomaly(False), zeros_read():
+        kept = live.kept
+        before = kept.most = kept.now
+        with observing(kept.keep, kept.taken), zeros_read():
             torch.autograd.backward(roots, seeds)
-        more = live.kept.most - before
+        more = kept.most - before
     return more, tuple(dense_strides(found[0]) if found else None for found in live.gradients)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopipe.eager.second_run import is_draw_by, kept_draw
+from autopipe.eager.second_run import RANDOM
+from autopipe.errors import CaptureError
 from autopipe.ir.dataflow import analyse, is_random
 from autopipe.ir.graph import REGION_OP, Graph, Ref, values_in
 from autopipe.ir.opaque_ops import FUNCTION_OP
@@ -37,5 +38,14 @@ def check(graph: Graph, drawn_once: Sequence[str]) -> None:
     used = flow.with_all_before(results.union(called, *written) - {-1})
     for position in used:
         node = graph.nodes[position]
-        if is_random(node) and (node.op in _USERS or is_draw_by(node.op, drawn_once)):
-            raise kept_draw(drawn_once[0])
+        if is_random(node) and (node.op in _USERS or _may_draw(node.op, drawn_once)):
+            raise CaptureError(
+                f"the model draws random numbers in a first call ({drawn_once[0]}) and keeps them; "
+                "in a graph each call draws its own",
+                hint="draw them in __init__, and keep them with register_buffer",
+            )
+
+
+def _may_draw(op: str, functions: Sequence[str]) -> bool:
+    """Whether an op may be what one of the functions draws by (`kaiming_uniform_`: a uniform)."""
+    return any(word in op and word in function for word in RANDOM for function in functions)

@@ -16,8 +16,8 @@ from autopipe.eager import second_run
 from autopipe.eager.assigned_buffers import as_before, buffers_of, frozen_as_before
 from autopipe.eager.counts import Counts
 from autopipe.eager.draws import Generators
-from autopipe.eager.holders import holders_of
-from autopipe.eager.kept import caches_put_back, restoring, restoring_kept
+from autopipe.eager.frozen import numbered
+from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.quiet import libraries_hushed
@@ -25,13 +25,13 @@ from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
 from autopipe.ir.torch_private import version
 from autopipe.opaque import branches
-from autopipe.opaque.calls.sites import Site, SiteCall, Wider, standing_in, with_loss
+from autopipe.opaque.calls.sites import Site, Wider, with_loss
 from autopipe.opaque.measure import Fails, Runs, measured
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
+from autopipe.tracing import left_behind
 from autopipe.tracing.capture.low_precision import parameters_in
 from autopipe.tracing.capture.program import Program
-from autopipe.tracing.module_calls import CallsAround
 
 _Gradients = list[Tensor | None]
 _Pass = tuple[tuple[second_run.Call, ...], _Gradients]
@@ -99,63 +99,18 @@ class Measuring:
             if model.training != program.training:
                 model.train(program.training)
             self._check_again(eager)
+            unlike = other_rows or ends
             try:
                 regions = measured(model, sites, runs, why)
-                self._check_kept(eager, sites)
+                run, *other_runs = (
+                    partial(self._run, eager, each) for each in (self.leaves, *unlike)
+                )
+                left_behind.check(eager, sites, run, other_runs, self.context)
+                self._check_backward(eager, unlike)
                 return regions
             except Fails as failed:  # the model has just run, without anybody looking
                 raised = f"it raises {type(failed.error).__name__} where it is measured"
                 raise Wider(failed.site, raised) from failed
-
-    def _check_kept(self, eager: Program, sites: Sequence[Site]) -> None:
-        """Refuse calls that leave something for other code in globals, closures or context.
-
-        A stage has the code around a call as it was traced, with the values that were there then.
-        What calls leave in attributes of modules `measured` has seen.
-        """
-        usual, _ = self._around(eager, sites, ())
-        if self._around(eager, sites, sites)[0] == usual:
-            return
-        for site in sites:
-            calls, names = self._around(eager, sites, [site])
-            if calls != usual:
-                what = f"sets {', '.join(names)}" if names else "sets something outside of modules"
-                raise Wider(site, f"it {what}, with which other code computes")
-
-    def _around(
-        self, eager: Program, sites: Sequence[Site], put_back: Sequence[Site]
-    ) -> tuple[Mapping[str, Sequence[object]], list[str]]:
-        """The calls of torch around those of the sites in a run, and names of what was put back.
-
-        Args:
-            put_back: the sites behind whose calls all is put back that they leave elsewhere than
-                in attributes of modules.
-        """
-        attributes = [vars(module) for module in eager.modules()]
-        kept = holders_of(*eager.parts) if put_back else []
-        elsewhere = [h for h in kept if not any(h.entries is a for a in attributes)]
-        inside, names = [""], dict[str, None]()
-        around = CallsAround(lambda: inside[-1])
-
-        def called(call: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            inside.append(f"{call.site} {call.number}")
-            try:
-                if call.site not in put_back:
-                    result = call.run(*args, **kwargs)
-                else:
-                    with restoring_kept(elsewhere) as changed:
-                        result = copy_context().run(call.run, *args, **kwargs)
-                        names.update(dict.fromkeys(changed()))
-            finally:
-                part = inside.pop()
-            around.returned(part, result)
-            return result
-
-        run = self._run(eager, self.leaves)
-        with run as once, torch.enable_grad(), around, standing_in(self._model, sites, called):
-            with suppress(Exception):  # the code behind a call misses what was put back
-                self.context.copy().run(once)
-        return around.of_others([part for part in around.parts if part]), [*names]
 
     @cached_property
     def _model(self) -> nn.Module:
@@ -215,6 +170,48 @@ class Measuring:
             "first call is to initialise, call the model once for in model()",
         )
 
+    def _check_backward(self, eager: Program, others: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a backward that computes with what the last forward has left in Python.
+
+        In a pipeline forward has run on later rows by then. What a call sets in attributes of
+        modules stands there again in its backward, as other values that are kept do not.
+        """
+        expected, found = self._gradients(eager, ()), self._gradients(eager, others)
+        if expected is None or found is None or _equal(expected, found):
+            return
+        raise CaptureError(
+            "the model's backward, in a hook or a custom Function, computes with what its forward "
+            "leaves in Python: in a pipeline forward has run on later rows by then",
+            hint="let the hook close over a variable of forward, and a Function keep it in ctx "
+            "(ctx.mean = mean, ctx.save_for_backward), instead of a global or a list",
+        )
+
+    def _gradients(self, eager: Program, between: Sequence[Mapping[str, Any]]) -> _Gradients | None:
+        """The gradients of the loss, if forward runs on some other rows before backward does;
+        None: it fails."""
+        parameters = list(eager.parameters())
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with restoring(*eager.parts), frozen_as_before(self._model), suppress(Exception):
+                with torch.random.fork_rng(devices=[]):
+                    found = self._once(eager, self.leaves)
+                    attributes = [(vars(m), {**vars(m)}) for m in self._model.modules()]
+                    for leaves in between:
+                        with as_before(*eager.parts, holders=()), frozen_as_before(self._model):
+                            with torch.random.fork_rng(devices=[]), suppress(Exception):
+                                self._once(eager, leaves)
+                    for now, values in attributes:
+                        now.update(values)
+                    loss = found[0] if isinstance(found, tuple) else found
+                    loss.backward()
+                return [parameter.grad for parameter in parameters]
+            return None
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+
     def _others_ahead(self, eager: Program) -> Iterator[_Pass | str]:
         """A second run, and runs with counts far ahead (`Counts.runs`)."""
         counts = Counts(*eager.parts)
@@ -243,7 +240,10 @@ class Measuring:
         try:
             with as_before(*eager.parts), frozen_as_before(self._model):
                 with torch.random.fork_rng(devices=[]):
-                    calls = second_run.calls_of(lambda: found.append(self._once(eager, leaves)))
+                    calls = second_run.calls_of(
+                        lambda: found.append(self._once(eager, leaves)),
+                        numbered(parameters),
+                    )
                 loss = found[0][0] if isinstance(found[0], tuple) else found[0]
                 buffers = buffers_of(self._model)
                 before = {name: version(buffer) for name, buffer in buffers.items()}

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopipe.eager.frozen import FIXED, VALUES, frozen
-from autopipe.eager.second_run import plain_of
+from autopipe.eager.frozen import FIXED, VALUES, frozen, plain_of
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import is_fake, no_function_modes, storage_key, version
 from autopipe.opaque.calls.trees import NotPlain, distinct_tensors, parts_of, whole_of

@@ -20,8 +20,10 @@ from autopipe.errors import CaptureError, ModelError, OtherBranch
 from autopipe.frontend import batch as batches
 from autopipe.frontend import refusals
 from autopipe.ir import check
-from autopipe.ir.graph import SEQUENCE
+from autopipe.ir.graph import SEQUENCE, arguments
+from autopipe.ir.opaque_ops import FUNCTION_OP
 from autopipe.opaque.calls.trees import NotPlain
+from autopipe.opaque.custom_functions import check_held
 from autopipe.opaque.regions import registered, with_region_names
 from autopipe.opaque.search import with_regions
 from autopipe.planfile.parts import InputSpec, Read
@@ -214,6 +216,9 @@ class Tracer:
             raise found.otherwise
         assigned = dict(found.assigned).keys()
         graph = convert(exported, program.model, self.specs, program.twins, assigned)
+        for node in graph.nodes:
+            if node.op == FUNCTION_OP and not found.unsteady:  # which is refused by its name
+                check_held(str(arguments(node)["call"]), node.place)
         graph = with_region_names(graph, program.regions)
         kept_draws.check(graph, found.drawn_once)
         if program.training:

@@ -47,9 +47,11 @@ from autopipe.planners.driver.outcomes import (
     Weights,
     compare,
     compare_ahead,
+    gradients_of,
 )
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower
+from autopipe.stages.saved_storages import naming_writes
 from autopipe.tracing.capture.low_precision import KEPT, parameters_in
 from autopipe.tracing.capture.program import Program
 from autopipe.tracing.source import parameter_bytes
@@ -166,6 +168,9 @@ def _outcomes(
         except AutopipeError as error:  # a read with another value in the second micro-batch
             why = str(error).splitlines()[0]
         except Exception as error:  # of torch, or of the user's code that runs as it is
+            with naming_writes(traced.graph):
+                if refused := on_every_rank(error, cpu=not on_gpus(request.cluster)):
+                    raise refused from error
             raise CaptureError(
                 "the graph of the model fails where the model does not: "
                 f"{type(error).__name__}: {error}"
@@ -277,7 +282,7 @@ def _outcome(
             outcome.losses.append(
                 torch.stack([part.detach().double().reshape(()) for part in results[:2]])
             )
-            outcome.gradients.append(_gradients(loss, trained) if loss.requires_grad else {})
+            outcome.gradients.append(gradients_of(loss, trained) if loss.requires_grad else {})
         outcome.kept.append({name: state.detach().clone() for name, state in run.states().items()})
     return outcome
 
@@ -309,24 +314,6 @@ def _far_ahead(
             with as_before(*parts):
                 run_ahead(calls)
     return outcomes
-
-
-def _gradients(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    """The gradients, by backward as in training: reentrant checkpoints refuse autograd.grad."""
-    before = {name: parameter.grad for name, parameter in trained.items()}
-    for parameter in trained.values():
-        parameter.grad = None
-    try:
-        loss.backward()  # type: ignore[no-untyped-call]
-        return {name: _dense(parameter.grad) for name, parameter in trained.items()}
-    finally:
-        for name, parameter in trained.items():
-            parameter.grad = before[name]
-
-
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    """A gradient as the graph has it: dense, also for embeddings with sparse=True."""
-    return None if gradient is None else gradient.to_dense()
 
 
 def _of_graph(

@@ -63,6 +63,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
             check_degree(trace.graph, constraints.tp, devices)
         against_eager.check(request, skeleton, trace, example, say)
         against_eager.check_at_lengths(request, skeleton, trace, example, say)
+        own_backwards.check(trace.graph)
         batch_of = examples(inputs, example, specs)
         whole_loss, fingerprinted, if_cut = None, trace.graph, tuple[str, ...]()
         if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:

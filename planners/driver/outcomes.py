@@ -91,6 +91,24 @@ def _stepped(weight: Tensor, gradient: Tensor | None) -> Tensor:
     return weight.detach() - (distance / largest * gradient).to(weight.dtype)
 
 
+def gradients_of(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """The gradients, by backward as in training: reentrant checkpoints refuse autograd.grad."""
+    before = {name: parameter.grad for name, parameter in trained.items()}
+    for parameter in trained.values():
+        parameter.grad = None
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return {name: _dense(parameter.grad) for name, parameter in trained.items()}
+    finally:
+        for name, parameter in trained.items():
+            parameter.grad = before[name]
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """A gradient as the graph has it: dense, also for embeddings with sparse=True."""
+    return None if gradient is None else gradient.to_dense()
+
+
 def compare(traced: Trace, eager: Outcome, of_graph: Outcome, tolerance: float) -> None:
     """Refuse the first difference: of the first micro-batch, then of the second.
 

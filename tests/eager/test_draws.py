@@ -5,6 +5,7 @@ from random import uniform
 
 import numpy as np
 import pytest
+from torch import nn
 
 from autopipe.eager.draws import Generators
 from tests.support.odd_models import Net, built, planned, refusal, unlike
@@ -79,6 +80,22 @@ class Imported(Own):
 def test_a_draw_that_seldom_matters_is_refused_with_its_line(kind, size):
     """Bug: 2 draws of a model's own generator were looked at, of which none mattered."""
     found = refusal(built(kind))
+    assert "test_draws.py:" in found and "random numbers that are not torch's" in found
+
+
+class OneOfTwo(Own):
+    """Draws one of two layers, whose calls differ by their weights alone."""
+
+    def begin(self):
+        self.other = nn.Linear(8, 8)
+
+    def inside(self, hidden):
+        return random.choice([self.middle, self.other])(hidden)
+
+
+def test_a_draw_of_one_of_equal_layers_is_refused_with_its_line(size):
+    """Bug: a large model trained the layer of the first draw for good, and the other one never."""
+    found = refusal(built(OneOfTwo))
     assert "test_draws.py:" in found and "random numbers that are not torch's" in found
 
 

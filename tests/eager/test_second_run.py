@@ -35,7 +35,19 @@ class Bytes(Net):
         return self.middle(hidden) * self.calls.value  # here
 
 
-UNSEEN = (Clock, Bytes)
+class ChoosesALayer(Bytes):
+    """Its calls differ by the weights alone, which are of equal shapes."""
+
+    def begin(self):
+        super().begin()
+        self.other = torch.nn.Linear(8, 8)
+
+    def inside(self, hidden):
+        self.calls.value += 1
+        return (self.middle, self.other)[self.calls.value % 2](hidden)  # here
+
+
+UNSEEN = (Clock, Bytes, ChoosesALayer)
 
 
 @pytest.fixture
@@ -66,6 +78,54 @@ class AddsAHook(Net):
     def inside(self, hidden):
         self.middle.register_forward_hook(lambda layer, args, made: made * 0.5)
         return self.middle(hidden)
+
+
+class SwapsLayers(Net):
+    def begin(self):
+        self.other = torch.nn.Linear(8, 8)
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        self.middle, self.other = self.other, self.middle
+        return hidden
+
+
+class SwapsParameters(SwapsLayers):
+    def inside(self, hidden):
+        layers = self.middle, self.other
+        first, second = (layer.weight for layer in layers)
+        hidden = self.middle(hidden)
+        self.middle.weight, self.other.weight = second, first
+        return hidden
+
+
+class Grows(SwapsLayers):
+    def begin(self):
+        self.all = torch.nn.ModuleList([self.middle])
+
+    def inside(self, hidden):
+        for layer in self.all:
+            hidden = layer(hidden)
+        self.all.append(self.middle)
+        return hidden
+
+
+SWAPPED = {
+    SwapsLayers: "keeps middle, other",
+    SwapsParameters: "keeps middle.weight, other.weight",
+    Grows: "keeps all.1",
+}
+
+
+@pytest.mark.sweep(of=3)
+@pytest.mark.parametrize("kind", SWAPPED)
+def test_layers_and_parameters_that_each_call_swaps_are_refused(kind, large):
+    """Bug: a large model ran through the layers of a first call in all of them; the calls of a
+    second differ by weights of equal shapes."""
+    model = built(kind)
+    before = dict(model.named_parameters())
+    assert f"the model {SWAPPED[kind]} from one call to the next" in refusal(model)
+    assert dict(model.named_parameters()) == before
 
 
 @pytest.mark.sweep(of=2)

@@ -379,3 +379,32 @@ def test_a_draw_of_beta_has_a_stream_of_its_own():
     graph = trace_model(built(Mixed), inputs, square).graph
     (drawn,) = (node for node in graph.nodes if is_random(node))
     assert drawn.op == "autopipe.function.default"
+
+
+SCALES = {"of": 1.0}
+
+
+class ByASetting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        ctx.scale = SCALES["of"]
+        return hidden * ctx.scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale
+
+
+class SetsIt(Net):
+    def inside(self, hidden):
+        SCALES["of"] = 2.0
+        hidden = ByASetting.apply(self.middle(hidden))
+        SCALES["of"] = 1.0
+        return hidden
+
+
+def test_a_setting_that_forward_sets_for_a_function_is_refused():
+    """Bug: a large model was trained by what a rank has there, where nothing sets it."""
+    words = "ByASetting, [^\n]* reads SCALES, which forward sets to {'of': 2.0} from {'of': 1.0}"
+    with pytest.raises(CaptureError, match=words):
+        trace_model(built(SetsIt), inputs, square)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopipe.errors import CaptureError
 from autopipe.rows import own_backwards
 from tests.support.autograd_functions import Double
 from tests.support.odd_models import Net, built, inputs, square
@@ -46,6 +47,32 @@ class Rounded(torch.autograd.Function):
         return gradient, None
 
 
+class ByTheLastForward(torch.autograd.Function):
+    """Its backward scales by the mean of the rows whose forward has run last."""
+
+    mean = 1.0
+
+    @staticmethod
+    def forward(ctx, hidden):
+        ByTheLastForward.mean = hidden.abs().mean()
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ByTheLastForward.mean
+
+
+class ByItsOwnForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        ctx.mean = hidden.abs().mean()
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.mean
+
+
 class Raises(torch.autograd.Function):
     """Not on the model's numbers: those are positive."""
 
@@ -66,6 +93,17 @@ class Of(Net):
 
     def inside(self, hidden):
         return self.function(self.middle(hidden).abs())
+
+
+def graph_of(function):
+    return trace_model(built(lambda: Of(function)), inputs, square).graph
+
+
+def test_a_backward_that_reads_what_the_last_forward_has_kept_is_refused():
+    """Bug: in a pipeline forward has run on later micro-batches by then; gradients were theirs."""
+    with pytest.raises(CaptureError, match="the backward of ByTheLastForward computes with what"):
+        own_backwards.check(graph_of(ByTheLastForward.apply))
+    own_backwards.check(graph_of(ByItsOwnForward.apply))
 
 
 def remark(function, loss=square):

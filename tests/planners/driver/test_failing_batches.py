@@ -3,6 +3,7 @@
 Tensors without memory look nothing up and cast nothing: only a run with values finds these.
 """
 
+import re
 from functools import partial
 
 import pytest
@@ -163,3 +164,25 @@ def test_a_tensor_that_backward_needs_is_written_over():
     )
     assert first.endswith("is at version 3; expected version 1 instead.")
     assert hint.startswith("hint: make a new tensor there: x = x + y, and not x.add_(y)")
+
+
+class ClampsItsData(Net):
+    """Backward of the square needs what is clamped, and plain PyTorch does not notice."""
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        squared = hidden * hidden
+        hidden.data.clamp_(-0.2, 0.2)
+        return squared
+
+
+@pytest.mark.parametrize("most", [against_eager.MOST_FLOPS, 0])
+def test_data_that_backward_needs_is_written_over(monkeypatch, most):
+    """Bug: a large model was planned, and each rank failed in its first backward; of a small one
+    torch's error was told without a line."""
+    monkeypatch.setattr(against_eager, "MOST_FLOPS", most)
+    with pytest.raises(ModelError) as refused:
+        planned(built(ClampsItsData))
+    first, hint = str(refused.value).split("\n")
+    assert re.match(r"\S+\.py:\d+: x.data is written in place, and the model or its loss wr", first)
+    assert hint.startswith("hint: compute with a new tensor: x = x.clamp(-1, 1) in the place of ")
