@@ -18,11 +18,22 @@ from autopipe.cluster.efficiency import GIB, MATMUL_SHARE, STEADY, STEADY_NEWER,
 
 @dataclass(frozen=True)
 class LinkSheet:
-    """A kind of link: seconds before the first byte, datasheet bytes a second in one direction."""
+    """A kind of link: seconds of a step of a collective, datasheet bytes a second in one direction.
 
-    latency: float
+    `summing` and `gathering` are the bytes a second at most that all-reduces, and all-gathers and
+    reduce-scatters were measured to reach; 0: no fewer than other transfers.
+    """
+
+    hop: float
     bandwidth: float
     source: str
+    summing: float = 0.0
+    gathering: float = 0.0
+
+    @property
+    def latency(self) -> float:
+        """Seconds before the first byte of a message."""
+        return _START + self.hop
 
 
 @dataclass(frozen=True)
@@ -52,19 +63,29 @@ class Datasheet:
 
 
 # The seconds are NCCL's own model of a ring with its Simple protocol, the one that point-to-point
-# transfers use: 8.4 us, and 3.4 over NVLink, 5.7 over PCIe or 14.0 over a network more.
-_NCCL = "https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc (baseLat, hwLat)"
-_NVLINK, _PCIE, _NETWORK = 8.4e-6 + 3.4e-6, 8.4e-6 + 5.7e-6, 8.4e-6 + 14.0e-6
+# transfers use: 8.4 us, and for each step 3.4 over NVLink, 5.7 over PCIe or 14.0 over a network.
+# On A100 it takes no ring for faster than 235 GB/s.
+_NCCL = "https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc (baseLat, hwLat, busBw)"
+_START, _NVLINK, _PCIE, _NETWORK = 8.4e-6, 3.4e-6, 5.7e-6, 14.0e-6
 
 LINKS: dict[str, LinkSheet] = {
     "NVLink 2": LinkSheet(
         _NVLINK, 150e9, f"https://www.nvidia.com/en-us/data-center/v100/; {_NCCL}"
     ),
     "NVLink 3": LinkSheet(
-        _NVLINK, 300e9, f"https://www.nvidia.com/en-us/data-center/a100/; {_NCCL}"
+        _NVLINK,
+        300e9,
+        f"https://www.nvidia.com/en-us/data-center/a100/; {_NCCL}",
+        summing=235e9,
+        gathering=235e9,
     ),
+    # An all-gather reached 350 GB/s, a reduce-scatter 360; switches sum for an all-reduce.
     "NVLink 4": LinkSheet(
-        _NVLINK, 450e9, f"https://www.nvidia.com/en-us/data-center/h100/; {_NCCL}"
+        _NVLINK,
+        450e9,
+        "https://www.nvidia.com/en-us/data-center/h100/; "
+        f"https://github.com/NVIDIA/nccl/issues/1281; {_NCCL}",
+        gathering=355e9,
     ),
     "NVLink 5": LinkSheet(
         _NVLINK, 900e9, f"https://www.nvidia.com/en-us/data-center/hgx/; {_NCCL}"

@@ -192,7 +192,13 @@ def _cluster(run: Run) -> Cluster:
     found = cluster_of(run.gpu, run.memory_gb, run.devices, run.per_node, run.within, run.between)
     if run.software.overlaps and run.sequence_parallel:
         # Chunk by chunk beside the matmul that makes or reads them: one of tp is waited for.
-        within = dataclasses.replace(found.within, bandwidth=run.tp * found.within.bandwidth)
+        inside = found.within
+        within = dataclasses.replace(
+            inside,
+            bandwidth=run.tp * inside.bandwidth,
+            summing=run.tp * inside.summing,
+            gathering=run.tp * inside.gathering,
+        )
         found = dataclasses.replace(found, within=within)
     if run.software.early:
         found = devices_changed(found, with_early_kernels)
