@@ -97,6 +97,12 @@ LINKS: dict[str, LinkSheet] = {
     "Infinity Fabric 3": LinkSheet(
         _NVLINK, 350e9, f"https://www.amd.com/en/products/accelerators/instinct/mi200.html; {_NCCL}"
     ),
+    # Three links of a bridge, to which four cards are plugged.
+    "Infinity Fabric 3, MI210": LinkSheet(
+        _NVLINK,
+        150e9,
+        f"https://www.amd.com/en/products/accelerators/instinct/mi200/mi210.html; {_NCCL}",
+    ),
     "Infinity Fabric 4": LinkSheet(
         _NVLINK, 448e9, f"https://www.amd.com/en/products/accelerators/instinct/mi300.html; {_NCCL}"
     ),
@@ -398,6 +404,17 @@ DEVICES: dict[str, Datasheet] = {
         source="https://lenovopress.lenovo.com/lp1813 (SXM)",
         matmul_share=271.2 / 312,
     ),
+    "H20": Datasheet(
+        memory=95.1 * GIB,
+        flops={"fp32": 44e12, "fp64": 1e12, "bf16": 148e12, "fp16": 148e12},
+        bandwidth=4.0e12,
+        within="NVLink 4",
+        between="InfiniBand NDR",
+        host="PCIe 5 x16",
+        source="https://github.com/pytorch/torchtitan/pull/2307 (148), "
+        "https://github.com/zzc0721/torch-performance-test-data/issues/77 (142 reached)",
+        matmul_share=142.25 / 148,
+    ),
     "GH200": Datasheet(
         memory=94.5 * GIB,
         flops={"fp32": 67e12, "fp64": 67e12, "bf16": 989e12, "fp16": 989e12},
@@ -416,6 +433,15 @@ DEVICES: dict[str, Datasheet] = {
         between="InfiniBand HDR",
         host="PCIe 4 x16",
         source="https://www.amd.com/en/products/accelerators/instinct/mi200.html (one of two dies)",
+    ),
+    "MI210": Datasheet(
+        memory=64.0 * GIB,
+        flops={"fp32": 22.6e12, "fp64": 45.3e12, "bf16": 181e12, "fp16": 181e12},
+        bandwidth=1.6e12,
+        within="Infinity Fabric 3, MI210",
+        between="InfiniBand HDR",
+        host="PCIe 4 x16",
+        source="https://www.amd.com/en/products/accelerators/instinct/mi200/mi210.html",
     ),
     "MI300X": Datasheet(
         memory=191.7 * GIB,

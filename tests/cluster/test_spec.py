@@ -142,10 +142,10 @@ def test_where_nobody_knows_what_was_meant_the_families_are_named() -> None:
         parse("8xFOO")
     assert caught.value.message == "'8xFOO': no device 'FOO' is known"
     assert caught.value.hint == (
-        "known are A10, A100, A10G, A40, A800, B200, B300, GB200, GB300, GH200, H100, H200, H800, "
-        "L4, L40, L40S, MI250X, MI300X, MI325X, MI355X, RTX3090, RTX4090, RTX5090, RTXA6000, T4, "
-        "V100, some in several sizes: 8xH100 asks which; others are described in a .json file, of "
-        "which `autopipe probe -o FILE` writes a whole one"
+        "known are A10, A100, A10G, A40, A800, B200, B300, GB200, GB300, GH200, H100, H20, H200, "
+        "H800, L4, L40, L40S, MI210, MI250X, MI300X, MI325X, MI355X, RTX3090, RTX4090, RTX5090, "
+        "RTXA6000, T4, V100, some in several sizes: 8xH100 asks which; others are described in a "
+        ".json file, of which `autopipe probe -o FILE` writes a whole one"
     )
 
 
