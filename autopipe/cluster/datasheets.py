@@ -13,7 +13,14 @@ from functools import cache
 from itertools import pairwise
 
 from autopipe.cluster.cluster import Device
-from autopipe.cluster.efficiency import GIB, MATMUL_SHARE, STEADY, STEADY_NEWER, usable
+from autopipe.cluster.efficiency import (
+    GIB,
+    MATMUL_SHARE,
+    STEADY,
+    STEADY_A100,
+    STEADY_NEWER,
+    usable,
+)
 
 
 @dataclass(frozen=True)
@@ -150,6 +157,7 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
         matmul_share=271.2 / 312,
+        steady=STEADY_A100,
     ),
     "A100-80GB": Datasheet(
         memory=79.1 * GIB,
@@ -160,6 +168,7 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
         matmul_share=271.2 / 312,
+        steady=STEADY_A100,
     ),
     "A100-PCIe-40GB": Datasheet(
         memory=39.4 * GIB,
@@ -170,6 +179,7 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/a100/ (PCIe)",
         matmul_share=252.9 / 312,  # as with 80 GB, which has 300 W and not 250
+        steady=STEADY_A100,
     ),
     "A100-PCIe-80GB": Datasheet(
         memory=79.1 * GIB,
@@ -180,6 +190,7 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/a100/ (PCIe)",
         matmul_share=252.9 / 312,
+        steady=STEADY_A100,
     ),
     "H100-80GB": Datasheet(
         memory=79.1 * GIB,
@@ -403,6 +414,7 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 4 x16",
         source="https://lenovopress.lenovo.com/lp1813 (SXM)",
         matmul_share=271.2 / 312,
+        steady=STEADY_A100,
     ),
     "H20": Datasheet(
         memory=95.1 * GIB,
