@@ -50,6 +50,7 @@ def check_units(cluster: Cluster) -> None:
             _soon(f"{at}.launch", part.launch)
         else:
             _soon(f"{at}.latency", part.latency)
+            _soon(f"{at}.hop", part.hop)
             for name in ("bandwidth", "summing", "gathering"):
                 _fast(f"{at}.{name}", getattr(part, name), LEAST_LINK)
 
@@ -105,6 +106,7 @@ def _check_link(path: str, link: Link) -> None:
     _positive(f"{path}.bandwidth", link.bandwidth)
     _not_negative(f"{path}.summing", link.summing)
     _not_negative(f"{path}.gathering", link.gathering)
+    _not_negative(f"{path}.hop", link.hop, LONGEST)
 
 
 def _filled(path: str, entries: tuple[object, ...] | dict[str, float]) -> None:

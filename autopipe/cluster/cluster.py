@@ -30,16 +30,33 @@ class Link:
             message; 0: it is.
         gathering: the same of a reduce-scatter or an all-gather. With gloo they copy so much that
             they reach a third of what a message does.
+        hop: seconds that each step of a collective after its first one takes more; 0: as long as a
+            message's latency. NCCL starts once, and its later steps are quicker than a message.
     """
 
     latency: float
     bandwidth: float
     summing: float = 0.0
     gathering: float = 0.0
+    hop: float = 0.0
 
     def seconds(self, size: int) -> float:
         """Seconds until `size` bytes have arrived: latency + size / bandwidth."""
         return self.latency + size / self.bandwidth
+
+    def steps(self, count: int) -> float:
+        """Seconds without a byte of `count` steps of a collective, one after the other."""
+        return self.latency + (count - 1) * (self.hop or self.latency) if count else 0.0
+
+    @property
+    def sums(self) -> float:
+        """Bytes a second on the wire of an all-reduce."""
+        return self.summing or self.bandwidth
+
+    @property
+    def gathers(self) -> float:
+        """Bytes a second on the wire of a reduce-scatter or an all-gather."""
+        return self.gathering or self.bandwidth
 
     def __str__(self) -> str:
         waits = self.latency

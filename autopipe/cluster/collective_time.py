@@ -1,15 +1,21 @@
 """How long ranks take to sum or to send, from the links between them: the alpha-beta model.
 
-A message of S bytes takes latency + S / bandwidth (Hockney, Parallel Computing 1994). Ranks that
-sum do so level by level, n_l at level l, each level with the shard that the one before left it:
+A message of S bytes takes latency + S / bandwidth (Hockney, Parallel Computing 1994). n ranks that
+gather or scatter do so on rings through all of them, as many as a node has ranks, each with its
+part of S. A rank of level l, of which there are n_l, passes on
 
-    level 0, a node      n_0 ranks    reduce-scatter of S                          ... all-gather
-    level 1, a site      n_1 nodes      reduce-scatter of S / n_0          ... all-gather
-    level 2              n_2 sites        reduce-scatter and all-gather of S / (n_0 n_1)
+    level 0, a node      n_0 ranks    (n_0 - 1) / n_0 S
+    level 1, a site      n_1 nodes    (n_1 - 1) / n_1 S / n_0
+    level 2              n_2 sites    (n_2 - 1) / n_2 S / (n_0 n_1)
 
-A reduce-scatter or an all-gather on a ring takes (n - 1) / n * S / bandwidth + (n - 1) * latency
-(Patarasuk and Yuan, JPDC 2009); on a tree a sum's latencies grow with log2 n instead, 2 log2 n of
-them (Sanders, Speck and Traeff, Parallel Computing 2009, as NCCL has it). The quicker is taken.
+on the links of that level, on all levels at once: the slowest of them is what is waited for. A ring
+has n - 1 steps (Patarasuk and Yuan, JPDC 2009), of which (n_0 - 1) n_1 n_2 are within nodes and
+(n_1 - 1) n_2 between nodes. An all-reduce is two rings, or on a tree 2 log2 n steps of the same
+bytes (Sanders, Speck and Traeff, Parallel Computing 2009). The quicker is taken.
+
+So has NCCL it (src/graph/tuning.cc). On H100 its reduce-scatter was measured at 360 GB/s on 4 nodes
+and 300 on 32, as a bandwidth of 8 cards of 50 GB/s each and such steps allow, and at 260 on 128
+(https://github.com/NVIDIA/nccl/issues/1229); one level after the other would be 186.
 
 The bandwidth is that of messages, unless a link has been measured under collectives
 (`Link.summing`, `Link.gathering`).
@@ -57,7 +63,8 @@ def all_reduce(size: float, levels: Levels, streams: int = 1) -> float:
     Args:
         streams: the number of groups that sum at the same time, side by side, over shared links.
     """
-    return _ringed(size, levels, streams, 2, lambda link: link.summing)
+    steps = min(_ring_steps(levels, 2), _tree_steps(levels))
+    return steps + 2 * _slowest_level(size, levels, streams, lambda link: link.sums)
 
 
 def all_gather(size: float, levels: Levels, streams: int = 1) -> float:
@@ -65,7 +72,7 @@ def all_gather(size: float, levels: Levels, streams: int = 1) -> float:
 
     A reduce-scatter of as many bytes takes as long.
     """
-    return _ringed(size, levels, streams, 1, lambda link: link.gathering)
+    return _ring_steps(levels, 1) + _slowest_level(size, levels, streams, lambda link: link.gathers)
 
 
 def gradient_sum(size: float, levels: Levels, streams: int, zero: int, copying: float) -> float:
@@ -108,17 +115,38 @@ _COPIES = {0: 2, 1: 6}
 """Times that gradients move beside the wire, by ZeRO stage."""
 
 
-def _ringed(
-    size: float, levels: Levels, streams: int, rounds: int, measured: Callable[[Link], float]
+def _slowest_level(
+    size: float, levels: Levels, streams: int, rate: Callable[[Link], float]
 ) -> float:
+    """Seconds on the wires of the level that takes longest, in one round."""
     seconds, below = 0.0, 1
     for ranks, link, shared in levels:
-        moved = size * (1 if shared else 1 / below) * (streams if shared else 1)
-        hops = ranks - 1 if rounds == 1 else min(ranks - 1, math.ceil(math.log2(max(ranks, 2))))
-        bandwidth = measured(link) or link.bandwidth
-        seconds += rounds * (hops * link.latency + (ranks - 1) / ranks * moved / bandwidth)
+        moved = size * (streams if shared else 1 / below)
+        seconds = max(seconds, (ranks - 1) / ranks * moved / rate(link))
         below *= ranks
     return seconds
+
+
+def _ring_steps(levels: Levels, rounds: int) -> float:
+    """Seconds without a byte of the steps of a ring through all ranks."""
+    counts, above = [], 1
+    for ranks, link, _ in reversed(levels):
+        counts.append((rounds * (ranks - 1) * above, link))
+        above *= ranks
+    return _steps(counts)
+
+
+def _tree_steps(levels: Levels) -> float:
+    """The same of a sum up and down a tree."""
+    return _steps(
+        [(2 * min(ranks - 1, math.ceil(math.log2(ranks))), link) for ranks, link, _ in levels]
+    )
+
+
+def _steps(counts: Iterable[tuple[int, Link]]) -> float:
+    """Seconds of so many steps on each link, of a collective that starts once."""
+    starts = [link.latency - link.hop for _, link in counts if link.hop]
+    return sum(n * (link.hop or link.latency) for n, link in counts) + max(starts, default=0.0)
 
 
 @dataclass(frozen=True)

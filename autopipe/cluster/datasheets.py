@@ -13,16 +13,34 @@ from functools import cache
 from itertools import pairwise
 
 from autopipe.cluster.cluster import Device
-from autopipe.cluster.efficiency import GIB, MATMUL_SHARE, STEADY, STEADY_NEWER, usable
+from autopipe.cluster.efficiency import (
+    GIB,
+    MATMUL_SHARE,
+    STEADY,
+    STEADY_A100,
+    STEADY_NEWER,
+    usable,
+)
 
 
 @dataclass(frozen=True)
 class LinkSheet:
-    """A kind of link: seconds before the first byte, datasheet bytes a second in one direction."""
+    """A kind of link: seconds of a step of a collective, datasheet bytes a second in one direction.
 
-    latency: float
+    `summing` and `gathering` are the bytes a second at most that all-reduces, and all-gathers and
+    reduce-scatters were measured to reach; 0: no fewer than other transfers.
+    """
+
+    hop: float
     bandwidth: float
     source: str
+    summing: float = 0.0
+    gathering: float = 0.0
+
+    @property
+    def latency(self) -> float:
+        """Seconds before the first byte of a message."""
+        return _START + self.hop
 
 
 @dataclass(frozen=True)
@@ -52,19 +70,29 @@ class Datasheet:
 
 
 # The seconds are NCCL's own model of a ring with its Simple protocol, the one that point-to-point
-# transfers use: 8.4 us, and 3.4 over NVLink, 5.7 over PCIe or 14.0 over a network more.
-_NCCL = "https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc (baseLat, hwLat)"
-_NVLINK, _PCIE, _NETWORK = 8.4e-6 + 3.4e-6, 8.4e-6 + 5.7e-6, 8.4e-6 + 14.0e-6
+# transfers use: 8.4 us, and for each step 3.4 over NVLink, 5.7 over PCIe or 14.0 over a network.
+# On A100 it takes no ring for faster than 235 GB/s.
+_NCCL = "https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc (baseLat, hwLat, busBw)"
+_START, _NVLINK, _PCIE, _NETWORK = 8.4e-6, 3.4e-6, 5.7e-6, 14.0e-6
 
 LINKS: dict[str, LinkSheet] = {
     "NVLink 2": LinkSheet(
         _NVLINK, 150e9, f"https://www.nvidia.com/en-us/data-center/v100/; {_NCCL}"
     ),
     "NVLink 3": LinkSheet(
-        _NVLINK, 300e9, f"https://www.nvidia.com/en-us/data-center/a100/; {_NCCL}"
+        _NVLINK,
+        300e9,
+        f"https://www.nvidia.com/en-us/data-center/a100/; {_NCCL}",
+        summing=235e9,
+        gathering=235e9,
     ),
+    # An all-gather reached 350 GB/s, a reduce-scatter 360; switches sum for an all-reduce.
     "NVLink 4": LinkSheet(
-        _NVLINK, 450e9, f"https://www.nvidia.com/en-us/data-center/h100/; {_NCCL}"
+        _NVLINK,
+        450e9,
+        "https://www.nvidia.com/en-us/data-center/h100/; "
+        f"https://github.com/NVIDIA/nccl/issues/1281; {_NCCL}",
+        gathering=355e9,
     ),
     "NVLink 5": LinkSheet(
         _NVLINK, 900e9, f"https://www.nvidia.com/en-us/data-center/hgx/; {_NCCL}"
@@ -75,6 +103,12 @@ LINKS: dict[str, LinkSheet] = {
     # A device's links to all of its node together.
     "Infinity Fabric 3": LinkSheet(
         _NVLINK, 350e9, f"https://www.amd.com/en/products/accelerators/instinct/mi200.html; {_NCCL}"
+    ),
+    # Three links of a bridge, to which four cards are plugged.
+    "Infinity Fabric 3, MI210": LinkSheet(
+        _NVLINK,
+        150e9,
+        f"https://www.amd.com/en/products/accelerators/instinct/mi200/mi210.html; {_NCCL}",
     ),
     "Infinity Fabric 4": LinkSheet(
         _NVLINK, 448e9, f"https://www.amd.com/en/products/accelerators/instinct/mi300.html; {_NCCL}"
@@ -123,6 +157,7 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
         matmul_share=271.2 / 312,
+        steady=STEADY_A100,
     ),
     "A100-80GB": Datasheet(
         memory=79.1 * GIB,
@@ -133,6 +168,7 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
         matmul_share=271.2 / 312,
+        steady=STEADY_A100,
     ),
     "A100-PCIe-40GB": Datasheet(
         memory=39.4 * GIB,
@@ -143,6 +179,7 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/a100/ (PCIe)",
         matmul_share=252.9 / 312,  # as with 80 GB, which has 300 W and not 250
+        steady=STEADY_A100,
     ),
     "A100-PCIe-80GB": Datasheet(
         memory=79.1 * GIB,
@@ -153,6 +190,7 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/a100/ (PCIe)",
         matmul_share=252.9 / 312,
+        steady=STEADY_A100,
     ),
     "H100-80GB": Datasheet(
         memory=79.1 * GIB,
@@ -376,6 +414,18 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 4 x16",
         source="https://lenovopress.lenovo.com/lp1813 (SXM)",
         matmul_share=271.2 / 312,
+        steady=STEADY_A100,
+    ),
+    "H20": Datasheet(
+        memory=95.1 * GIB,
+        flops={"fp32": 44e12, "fp64": 1e12, "bf16": 148e12, "fp16": 148e12},
+        bandwidth=4.0e12,
+        within="NVLink 4",
+        between="InfiniBand NDR",
+        host="PCIe 5 x16",
+        source="https://github.com/pytorch/torchtitan/pull/2307 (148), "
+        "https://github.com/zzc0721/torch-performance-test-data/issues/77 (142 reached)",
+        matmul_share=142.25 / 148,
     ),
     "GH200": Datasheet(
         memory=94.5 * GIB,
@@ -395,6 +445,15 @@ DEVICES: dict[str, Datasheet] = {
         between="InfiniBand HDR",
         host="PCIe 4 x16",
         source="https://www.amd.com/en/products/accelerators/instinct/mi200.html (one of two dies)",
+    ),
+    "MI210": Datasheet(
+        memory=64.0 * GIB,
+        flops={"fp32": 22.6e12, "fp64": 45.3e12, "bf16": 181e12, "fp16": 181e12},
+        bandwidth=1.6e12,
+        within="Infinity Fabric 3, MI210",
+        between="InfiniBand HDR",
+        host="PCIe 4 x16",
+        source="https://www.amd.com/en/products/accelerators/instinct/mi200/mi210.html",
     ),
     "MI300X": Datasheet(
         memory=191.7 * GIB,

@@ -18,13 +18,14 @@ https://github.com/stas00/ml-engineering/tree/master/compute/accelerator, table 
 achievable matmul FLOPS.
 """
 
-STEADY, STEADY_NEWER = 0.82, 0.71
-"""Share of that rate which matmuls hold all through a training step: the first on A100, and on H100
-and H200 of 700 W; the second on H100 and H200 of less power, and on newer devices.
+STEADY, STEADY_A100, STEADY_NEWER = 0.82, 0.79, 0.71
+"""Share of that rate which matmuls hold all through a training step: the first on H100 and H200 of
+700 W, the second on A100, the last on H100 and H200 of less power, and on newer devices.
 
 Power and heat slow the clocks of a device that is never idle. Fitted to published training runs, on
 A100 and on H100 of 500 W; benchmarks/published has the errors that are left. One H100 of 700 W,
-alone and cool, held 0.92 (benchmarks/gpu), hundreds of them less.
+alone and cool, held 0.92 (benchmarks/gpu), hundreds of them less. Others have the first, for want
+of such runs.
 """
 
 BESIDE = 0.189 / 1.189

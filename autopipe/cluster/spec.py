@@ -75,8 +75,8 @@ def parse(spec: str) -> Cluster | LocalSpec:
     return Cluster(
         name=spec,
         nodes=tuple(nodes),
-        within=_link(datasheets.LINKS[sheets[0].within]),
-        between=_link(between),
+        within=link_of(datasheets.LINKS[sheets[0].within]),
+        between=link_of(between),
         across=_far(spec, far) if far else None,
     )
 
@@ -111,7 +111,7 @@ def _nodes(spec: str, term: str) -> tuple[list[NodeGroup], datasheets.Datasheet]
     check_number(repr(spec), sites * count * devices)
     kind = _known_kind(spec, term.strip(), form[4])
     sheet = datasheets.DEVICES[kind]
-    group, within = Group(devices, _device(kind, sheet)), _link(datasheets.LINKS[sheet.within])
+    group, within = Group(devices, _device(kind, sheet)), link_of(datasheets.LINKS[sheet.within])
     alone = "+" not in spec
     return [
         NodeGroup(count, (group,), site, None if alone else within) for site in range(sites)
@@ -257,9 +257,16 @@ def _device(kind: str, sheet: datasheets.Datasheet) -> Device:
         launch=efficiency.LAUNCH,
         source=f"{share:.0%} of the peaks of {sheet.source}",
         half=efficiency.HALF,
-        host=_link(datasheets.LINKS[sheet.host]).bandwidth,
+        host=link_of(datasheets.LINKS[sheet.host]).bandwidth,
     )
 
 
-def _link(wire: datasheets.LinkSheet) -> Link:
-    return Link(wire.latency, wire.bandwidth * efficiency.LINK_SHARE)
+def link_of(wire: datasheets.LinkSheet) -> Link:
+    reached = wire.bandwidth * efficiency.LINK_SHARE
+    return Link(
+        wire.latency,
+        reached,
+        summing=min(wire.summing, reached),
+        gathering=min(wire.gathering, reached),
+        hop=wire.hop,
+    )

@@ -43,6 +43,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from autopipe.cluster.cluster import Link
+
 if TYPE_CHECKING:
     import sympy
 
@@ -235,6 +237,12 @@ class Move(NamedTuple):
         """Bytes that each rank sends of a tensor of `size` bytes as a whole."""
         each = self.rounds * (ranks - 1) / ranks * size
         return each / ranks if self.name == "all-to-all" else each
+
+    def rate(self, link: Link) -> float:
+        """Bytes a second at which a link carries it."""
+        if self.name == "all-to-all":
+            return link.bandwidth
+        return link.sums if self.name == "all-reduce" else link.gathers
 
 
 ALL_REDUCE = Move("all-reduce", 2)

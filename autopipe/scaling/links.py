@@ -40,8 +40,12 @@ def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:
     times = bandwidth / farthest(cluster).link.bandwidth
 
     def faster(link: Link) -> Link:
-        rates = (link.bandwidth, link.summing, link.gathering)
-        return Link(link.latency, *(rate * times for rate in rates))
+        return replace(
+            link,
+            bandwidth=times * link.bandwidth,
+            summing=times * link.summing,
+            gathering=times * link.gathering,
+        )
 
     if cluster.across is not None:
         return replace(cluster, across=faster(cluster.across))
@@ -55,17 +59,30 @@ def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:
 
 
 def on_farthest(cluster: Cluster, seconds: Callable[[Cluster], float]) -> Expression:
-    """Seconds on a cluster as a formula a + c / w in the bandwidth w of its farthest link.
+    """Seconds on a cluster as a formula max(a, b + c / w) in the bandwidth w of its farthest link.
+
+    Where nearer links are what is waited for, the farthest takes none of the seconds.
 
     Args:
         seconds: the function from a cluster to seconds.
     """
     bandwidth = farthest(cluster).link.bandwidth
-    one, other = seconds(cluster), seconds(with_bandwidth(cluster, 2 * bandwidth))
-    depends = 2 * (one - other)
-    if abs(depends) <= 1e-12 * one:
-        return one
-    return total(max(0.0, one - depends), product(depends * bandwidth, ("^", BANDWIDTH, -1.0)))
+    slow, slower = _APART * bandwidth, _APART / 2 * bandwidth
+    once, twice = (seconds(with_bandwidth(cluster, at)) for at in (slow, slower))
+    moved = (twice - once) * slow
+    least = seconds(with_bandwidth(cluster, bandwidth / _APART))
+    if moved / bandwidth <= 1e-12 * least:
+        return seconds(cluster)
+    waits = max(0.0, 2 * once - twice)
+    depends = total(waits, product(moved, ("^", BANDWIDTH, -1.0)))
+    return depends if least - waits <= 1e-6 * waits + _LITTLE else largest(least, depends)
+
+
+_APART = 1e-4
+"""The ratio of a bandwidth at which the farthest link alone is waited for."""
+
+_LITTLE = 1e-9
+"""Seconds that no one notices."""
 
 
 def sums(plan: Plan, backward: Sequence[Expression]) -> list[Expression]:

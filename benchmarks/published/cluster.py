@@ -78,11 +78,12 @@ def cluster_of(
     if wire:
         links = re.search(r"(\d+) links", within.lower())
         bandwidth = int(links[1]) * NVLINK if links else wire.bandwidth
-        inside = Link(wire.latency, bandwidth * efficiency.LINK_SHARE)
+        inside = spec.link_of(dataclasses.replace(wire, bandwidth=bandwidth))
     outside = found.between
     if rate := re.search(r"(?:(\d+)\s*x\s*)?([\d.]+)\s*gb(?:it)?/s", between.lower()):
         whole = float(rate[1] or 1) * float(rate[2]) * 1e9 / 8 * efficiency.LINK_SHARE
-        outside = Link(outside.latency, whole if "per gpu" in between.lower() else whole / per_node)
+        each = whole if "per gpu" in between.lower() else whole / per_node
+        outside = Link(outside.latency, each, hop=outside.hop)
     return dataclasses.replace(found, within=inside, between=outside)
 
 

@@ -16,8 +16,8 @@ step; runtime/pipe/engine.py, _exec_backward_pass, with update_hp_grads(clear_lp
 
     a gather                   forward, once more where it runs again, backward
     a sum of its gradient      backward, as long as a gather
-    dp launches for each       `torch.distributed.all_gather` is given a list of dp tensors, and
-                               copies to each (torch, ProcessGroupNCCL.cpp); so is a sum
+    dp launches for each,      `torch.distributed.all_gather` is given a list of dp tensors, and
+    and a copy of it           copies to each (torch, ProcessGroupNCCL.cpp); so is a sum
 
 Nothing runs beside them: a submodule begins when all streams have ended, sums of gradients too
 (runtime/zero/stage3.py of 0.3.15: PartitionedParameterCoordinator._synchronize_communication,
@@ -96,7 +96,11 @@ def waits(run: Run, cluster: Cluster) -> float:
         return 0.0
     levels = Topology.of(cluster).levels(range(run.dp))
     launches = run.dp * max(device.launch for device in cluster.devices)
-    once = sum(all_gather(2 * each, levels) + launches for each in weights(run.model))
+
+    def exchange(size: float) -> float:
+        return all_gather(size, levels) + launches + 2 * size / cluster.copying
+
+    once = sum(exchange(2 * each) for each in weights(run.model))
     times = 4 if run.recompute == "full" else 3
     return run.micro_batches * run.model.layers * times * once
 

@@ -49,6 +49,8 @@ class Software:
         overlaps: whether tensor-parallel ranks exchange while they multiply.
         sums: whether gradients are summed over replicas while the last backward makes them.
         gathers: whether sequence-parallel ranks keep their parts alone of what they gather.
+        asynchronous: whether ranks exchange beside products in backward (`megatron.py`).
+        adds: whether the product for a weight's gradient adds it to the sum (`megatron.py`).
         no_dropout: whether it is known to have trained its model without dropout.
     """
 
@@ -64,6 +66,8 @@ class Software:
     overlaps: bool = False
     sums: bool = False
     gathers: bool = False
+    asynchronous: bool = False
+    adds: bool = False
     no_dropout: bool = False
 
 
@@ -90,6 +94,8 @@ _OWN_CUTS = r"\(alpa\)|aleph-alpha"
 _DEEPSPEED = r"deepspeed|bigscience"
 _OF_2021 = r"sc'?21\b|2104\.04473"
 """Sources that are older than 0.5.9 of DeepSpeed: Narayanan et al., SC21."""
+_WAITS = rf"{_OF_2021}|megatron-lm 2019|overlap off"
+"""Megatron-LM without exchanges beside products: before 2022, or where a row says so."""
 _FUSED_LOSS = r"llm-foundry"
 _EARLY = r"llm-foundry"
 """Its benchmarks, on H100 too, ran with torch 1.13 and 2.0 for CUDA 11.7 and 11.8, and the Triton
@@ -112,6 +118,9 @@ _SCALING = r"megatron.*(readme|scaling|model_table)"
 _GATHERS = rf"{_NEMO}|megatron-lm|korthikanti"
 """Megatron-LM's and Transformer Engine's linear layers gather once more in backward (`layers.py`,
 LinearWithGradAccumulationAndAsyncCommunication; Korthikanti et al., 2022, section 4.2.2)."""
+_ADDS = rf"{_NEMO}|qi et al|simumax"
+"""What is built on Megatron-LM of 2023 and later, whose default it is. In 2022 it was "supported
+only with fp32 gradient accumulation" (`arguments.py`): Megatron-LM's own rows of fp16 have none."""
 
 
 def software_of(row: Row) -> Software:
@@ -131,6 +140,8 @@ def software_of(row: Row) -> Software:
     ).lower()
     even, deepspeed = not re.search(_OWN_CUTS, said), bool(re.search(_DEEPSPEED, said))
     profile = _profile(row)
+    megatron = "megatron-lm" in said and not deepspeed
+    overlaps = bool(re.search(_OVERLAPS, said))
     measured = "h100" in (row.get("gpu") or "").lower() and bool(re.search(_SCALING, said))
     fused_loss = profile.fused_loss or bool(re.search(_FUSED_LOSS, said))
     return replace(
@@ -140,9 +151,12 @@ def software_of(row: Row) -> Software:
         lists=deepspeed and bool(re.search(_OF_2021, said)),
         fused_loss=fused_loss,
         early=bool(re.search(_EARLY, said)),
-        overlaps=measured or bool(re.search(_OVERLAPS, said)),
+        overlaps=measured or overlaps,
         sums=measured or bool(re.search(_SUMS, said)) or not deepspeed and _replicated(row),
         gathers=bool(re.search(_GATHERS, said)),
+        asynchronous=bool(re.search(_GATHERS, said))
+        and not (measured or overlaps or deepspeed or re.search(_WAITS, said)),
+        adds=bool(re.search(_ADDS, said)) or megatron and not low_gradients(row),
         no_dropout=bool(re.search(_NO_DROPOUT, f"{row.get('arch')} {row.get('model')}".lower())),
     )
 

@@ -34,6 +34,7 @@ from benchmarks.published.cluster import (
     with_early_kernels,
     with_flash1,
 )
+from benchmarks.published.megatron import without_waits
 from benchmarks.published.module import Transformer
 from benchmarks.published.rows import Run, Unsupported
 from benchmarks.published.zero_bubble import zb_2p
@@ -143,6 +144,7 @@ def _layout(run: Run, *, compiled: bool) -> Outcome:
             fuse_attention=False,  # the module writes it out where the run's software did
             sequence_parallel=run.sequence_parallel,
         )
+    plan = without_waits(run, cluster, plan)
     found = outcome(plan if run.software.sums else _summed_after(plan), cluster)
     found = dataclasses.replace(found, seconds=found.seconds + waits)
     return _with_its_loss(run, plan, found)
@@ -192,7 +194,13 @@ def _cluster(run: Run) -> Cluster:
     found = cluster_of(run.gpu, run.memory_gb, run.devices, run.per_node, run.within, run.between)
     if run.software.overlaps and run.sequence_parallel:
         # Chunk by chunk beside the matmul that makes or reads them: one of tp is waited for.
-        within = dataclasses.replace(found.within, bandwidth=run.tp * found.within.bandwidth)
+        inside = found.within
+        within = dataclasses.replace(
+            inside,
+            bandwidth=run.tp * inside.bandwidth,
+            summing=run.tp * inside.summing,
+            gathering=run.tp * inside.gathering,
+        )
         found = dataclasses.replace(found, within=within)
     if run.software.early:
         found = devices_changed(found, with_early_kernels)

@@ -279,7 +279,7 @@ def move_seconds(move: Move | None, size: float, link: Link, ranks: int) -> floa
     """
     if move is None:
         return 0.0
-    return move.rounds * (ranks - 1) * link.latency + move.sent(size, ranks) / link.bandwidth
+    return link.steps(move.rounds * (ranks - 1)) + move.sent(size, ranks) / move.rate(link)
 
 
 def as_first(tp: int) -> AbstractContextManager[None]:

@@ -105,13 +105,13 @@ def _with_conversions(computing: Seconds, of: Conversions, kind: GroupKind, plan
     """A stage's seconds with those of conversions to parts and back, which nothing hides."""
     if not of.costs or kind.link is None:
         return computing
-    wire, ways = _wire(plan, kind.link), ([computing.forward], [computing.backward])
+    ways = [computing.forward], [computing.backward]
     for roofs in op_seconds.roofs(of.costs, kind.device, of.dtypes):
         for way, roof in zip(ways, roofs, strict=True):
             way.append(_roof_seconds(roof))
     for moves, size in of.exchanges:
         for way, move in zip(ways, moves, strict=True):
-            way.append(_sent(move, size, wire, plan.mesh.tp))
+            way.append(_sent(move, size, kind.link, plan))
     return Seconds(*(total(*way) for way in ways))
 
 
@@ -151,10 +151,9 @@ class _Nodes:
         ]
         self._sent: list[tuple[Expression, Expression]] = [(0.0, 0.0)] * len(graph.nodes)
         if kind.link is not None:
-            wire = _wire(plan, kind.link)
             moves = exchanges(graph, plan.mesh.tp, plan.precision)
             self._sent = [
-                (_sent(there, size, wire, plan.mesh.tp), _sent(back, size, wire, plan.mesh.tp))
+                (_sent(there, size, kind.link, plan), _sent(back, size, kind.link, plan))
                 for (there, back), size in moves
             ]
         self._seconds_of = cache(_roof_seconds)
@@ -184,21 +183,17 @@ def _roof_seconds(roof: Roof) -> Expression:
     return total(largest(computing, moving), besides)
 
 
-def _wire(plan: Plan, link: Link) -> tuple[float, Expression]:
-    """The latency of a tensor-parallel group's link, and the seconds of a byte on it."""
-    farthest = links.farthest(plan.cluster).link
-    share = link.bandwidth / farthest.bandwidth
-    if link.latency == farthest.latency and share <= 1:
-        return link.latency, product(1 / share, ("^", BANDWIDTH, -1.0))
-    return link.latency, 1 / link.bandwidth
-
-
-def _sent(move: Move | None, size: Dim, wire: tuple[float, Expression], ranks: int) -> Expression:
-    """Seconds of a node's exchange among `ranks` ranks, as in `tp_degrees.sending_seconds`."""
+def _sent(move: Move | None, size: Dim, link: Link, plan: Plan) -> Expression:
+    """Seconds of a node's exchange over a tensor-parallel group's link, as in
+    `tp_degrees.sending_seconds`."""
     if move is None:
         return 0.0
+    ranks, farthest = plan.mesh.tp, links.farthest(plan.cluster).link
+    share = move.rate(link) / farthest.bandwidth
+    at_farthest = link.latency == farthest.latency and share <= 1
+    a_byte = product(1 / share, ("^", BANDWIDTH, -1.0)) if at_farthest else 1 / move.rate(link)
     moved = of_sympy(move.sent(size, ranks), NAMES)
-    return total(move.rounds * (ranks - 1) * wire[0], product(moved, wire[1]))
+    return total(link.steps(move.rounds * (ranks - 1)), product(moved, a_byte))
 
 
 def _gathering(planned: PlannedStages, stage: Stage, rank: int, computing: Seconds) -> Seconds:

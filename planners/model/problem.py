@@ -222,6 +222,16 @@ class Problem:
         """The profile of micro-batches of `rows` rows, which exists."""
         return next(profile for profile in self.profiles if profile.rows == rows)
 
+    @property
+    def repeated(self) -> tuple[tuple[int, int], ...]:
+        """`blocks`, and the first one also where no cut separates it from what stands before it:
+        from the unit that holds both."""
+        if self.blocks and self.recomputable:
+            first, stop = self.recomputable[0]
+            if first < stop == self.blocks[0][0]:
+                return (first, stop), *self.blocks
+        return self.blocks
+
     def seen_beyond(self, config: Config) -> int:
         """Bytes of each device that plans of a config may not use: see `beyond`."""
         return self.beyond.get((config.schedule, config.zero), 0)

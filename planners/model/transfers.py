@@ -72,7 +72,8 @@ def gather_seconds(ranges: Tables, problem: Problem, kind: int) -> Times:
     link, others = problem.machine.within[kind], problem.tp - 1
 
     def gather(size: Bytes) -> Times:
-        return others * (link.latency * (size > 0) + size / problem.tp / link.bandwidth)
+        moved = others / problem.tp * size
+        return np.asarray(link.steps(others) * (size > 0) + moved / link.gathers)
 
     return np.asarray(gather(ranges.parted) + gather(ranges.parted_gradient))
 

@@ -107,7 +107,7 @@ def _variants(problem: Problem, pp: int, dp: int, m: int) -> Iterator[Config]:
 def _chunks(problem: Problem, name: str, pp: int) -> Iterator[int]:
     """The numbers of stages on each rank to try; each stage needs a unit."""
     seen: set[int] = set()
-    blocks = len(problem.blocks)
+    blocks = len(problem.repeated)
     even = (
         chunks
         for chunks in range(FEWEST_CHUNKS, MOST_CHUNKS + 1)

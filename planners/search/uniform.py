@@ -54,9 +54,9 @@ def even_cuts(problem: Problem, stages: int) -> tuple[int, ...]:
 
 def _first_units(problem: Problem, stages: int) -> list[int]:
     """The first unit of each item of which stages get equally many: blocks, or units."""
-    starts = [first for first, _ in problem.blocks]
+    starts = [first for first, _ in problem.repeated]
     if starts and len(starts) % stages:
-        end = problem.blocks[-1][1]
+        end = problem.repeated[-1][1]
         if starts[0] > 0 and end < problem.units and (len(starts) + 2) % stages == 0:
             return [0, *starts, end]
     return starts if len(starts) >= stages else [*range(problem.units)]

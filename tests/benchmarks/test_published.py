@@ -192,16 +192,18 @@ def test_what_deepspeed_holds_of_gradients(
 
 @pytest.mark.parametrize(("recompute", "exchanges"), [("full", 4), ("none", 3)])
 def test_zero_3_of_2021_waits_for_each_weight(recompute: str, exchanges: int) -> None:
-    """Two nodes of 8. Of 3, 1, 4 and 4 times h^2 elements each rank gathers 7/8 within its node and
-    an eighth of 1/2 from the other; every list has 16 tensors, each a launch."""
+    """Two nodes of 8. Of 3, 1, 4 and 4 times h^2 elements each rank gathers 7/8 within its node,
+    and meanwhile an eighth of 1/2 from the other. Every list has 16 tensors, each a launch, to
+    which the whole is copied."""
     says = {"source": "Narayanan et al. SC'21", "notes": "ZeRO-3 via DeepSpeed", "tp": 1, "pp": 1}
     run = read(row(**says, opt_shard="zero3", n_gpus=16, recompute=recompute))
     cluster = tool.cluster_of(run.gpu, None, run.devices, run.per_node, "", "")
     near, far_off = cluster.within, cluster.between
     moved = 2 * 12 * 1024**2
-    wire = 7 / 8 * moved / near.bandwidth + 1 / 2 * moved / 8 / far_off.bandwidth
-    starts = 4 * (7 * near.latency + far_off.latency + 16 * 5e-6)
-    waits = 8 * exchanges * (wire + starts)
+    wire = max(7 / 8 * moved / near.gathers, 1 / 2 * moved / 8 / far_off.bandwidth)
+    copies = 2 * moved / cluster.copying
+    starts = 4 * (2 * 7 * near.hop + far_off.latency + 16 * 5e-6)
+    waits = 8 * exchanges * (wire + copies + starts)
     assert deepspeed.waits(run, cluster) == pytest.approx(waits)
     # Of a layer that is gathered whole, 24 GB, no more than 1e9 elements are there at once.
     parts = {**dict.fromkeys(deepspeed.STATES, 0), "copies": int(24e9)}

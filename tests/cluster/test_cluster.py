@@ -63,7 +63,7 @@ def test_a_link_is_latency_and_size_over_bandwidth() -> None:
 def test_printed() -> None:
     assert str(cluster_of("2x8xA100-80GB")) == (
         "2x8xA100-80GB: 2 nodes, 16 devices\n"
-        "  A100-80GB: 74.3 GiB, 1835 GB/s, TFLOP/s fp32 13.9, fp64 13.9, bf16 222, fp16 222, "
+        "  A100-80GB: 74.3 GiB, 1835 GB/s, TFLOP/s fp32 13.4, fp64 13.4, bf16 214, fp16 214, "
         "5 us an op\n"
         "  within a node: 11.8 us, 264 GB/s\n"
         "  between nodes: 22.4 us, 22 GB/s"

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autopipe.cluster.cluster import Cluster
+from autopipe.cluster.collective_time import Topology, all_gather
 from autopipe.cluster.spec import parse
 from autopipe.planfile import predict
 from autopipe.planfile.parts import Batch, Mesh, Place
@@ -47,6 +48,19 @@ def test_seconds_on_a_link_are_a_formula_in_its_bandwidth() -> None:
     for bandwidth in (1e9, 7e9, 1e12):
         assert value(found, {"w": bandwidth}) == pytest.approx(0.5 + 3e9 / bandwidth)
     assert links.on_farthest(cluster("2x2xA100-80GB"), lambda c: 0.5) == 0.5
+
+
+def test_a_nearer_link_may_be_what_is_waited_for() -> None:
+    """Collectives move bytes over all links at once; 16 H100 gather at their cards' rate, and where
+    cards are ten times as fast at that of NVLink."""
+    found = links.on_farthest(
+        cluster("2x8xH100-80GB"),
+        lambda c: all_gather(2**30, Topology.of(c).levels(range(16))),
+    )
+    for bandwidth in (1e9, 4.4e10, 4.4e11):
+        there = links.with_bandwidth(cluster("2x8xH100-80GB"), bandwidth)
+        seconds = all_gather(2**30, Topology.of(there).levels(range(16)))
+        assert value(found, {"w": bandwidth}) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

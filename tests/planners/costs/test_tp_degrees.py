@@ -13,12 +13,13 @@ from autopipe.errors import InfeasibleError
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Graph
-from autopipe.planfile.placements import Placement
+from autopipe.planfile.placements import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Placement
 from autopipe.planners.costs.tp_degrees import (
     Degree,
     as_one_rank,
     check_degree,
     degrees,
+    move_seconds,
     sending_seconds,
 )
 from autopipe.tracing.traced import Trace
@@ -219,3 +220,13 @@ def test_seconds_of_a_collective(precision: str, itemsize: int) -> None:
     assert by_name["blocks.1.down/linear/0>I"] == pytest.approx((expected, 0.0))
     assert by_name["blocks.1.up/linear/0"] == pytest.approx((0.0, expected))
     assert by_name["blocks.1/gelu/0"] == (0.0, 0.0)
+
+
+def test_a_collective_has_the_rate_that_its_kind_was_measured_at() -> None:
+    """4 ranks move 3/4 of 800 bytes in each round, an all-to-all a quarter of that; the first step
+    takes 5 s, each of the others 1 s."""
+    link = Link(5.0, 600.0, summing=200.0, gathering=300.0, hop=1.0)
+    assert move_seconds(ALL_REDUCE, 800, link, 4) == 2 * 600 / 200 + 5.0 + 5 * 1.0
+    assert move_seconds(ALL_GATHER, 800, link, 4) == 600 / 300 + 5.0 + 2 * 1.0
+    assert move_seconds(ALL_TO_ALL, 800, link, 4) == 150 / 600 + 5.0 + 2 * 1.0
+    assert move_seconds(None, 800, link, 4) == 0.0

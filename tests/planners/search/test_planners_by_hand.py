@@ -102,6 +102,18 @@ def test_uniform_gives_equal_shares_of_blocks(
     assert even_cuts(problem, pp) == cuts
 
 
+def test_uniform_counts_the_first_block_where_no_cut_is_before_it() -> None:
+    """Units: e and block 0 | 1 | 2 | 3.  Four blocks, of which two stages get two each, though only
+    three are ranges of units of their own."""
+    blocks = (0, 1), (1, 2), (2, 3), (3, 4)
+    problem = replace(line((1.0,) * 4), blocks=blocks[1:], recomputable=blocks)
+    assert even_cuts(problem, 2) == (2,)
+    assert even_cuts(problem, 4) == (1, 2, 3)
+    # A unit before the blocks is no block.
+    problem = replace(problem, recomputable=blocks[1:])
+    assert problem.repeated == blocks[1:]
+
+
 def test_exhaustive_refuses_what_would_take_for_ever() -> None:
     problem = line((1.0,) * 60, devices=6)
     with pytest.raises(AutopipeError) as refusal:
