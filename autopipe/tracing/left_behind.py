@@ -10,6 +10,8 @@ That code computes with it is found by a run in which each call
                   (`holders_of`): the code before it does not run where the call does
     leaves        what stood there before the call, in these places; and elsewhere (in a file of an
                   installed package, bytes, an object of C) what it leaves that is given other rows
+    gives         tensors with memory of their own, as an op does: what writes one in place does not
+                  write another
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.holders import Holder, holders_of
 from autopipe.eager.kept import KeptNow, restoring, restoring_kept
 from autopipe.frontend.transformers_adapter import without_cache
-from autopipe.ir.torch_private import no_function_modes, tree_map
+from autopipe.ir.torch_private import no_function_modes, storage_key, tree_map
 from autopipe.opaque.calls.sites import Site, SiteCall, Wider, standing_in
-from autopipe.opaque.calls.trees import distinct_tensors, parts_of, to_text
+from autopipe.opaque.calls.trees import distinct_tensors, parts_of, to_text, whole_of
 from autopipe.opaque.measure import Fails
 from autopipe.planfile.regions import LOSS
 from autopipe.tracing.capture.program import Program
@@ -53,12 +55,17 @@ class _Gave(NamedTuple):
 class _RunOfSites:
     """A run: the calls of torch outside of the sites, and what each call of a site has given.
 
-    `names` are those of the values that were put back.
+    `names` are those of the values that were put back; `loss` is None where the run has failed.
     """
 
     outside: Mapping[str, Sequence[object]] = field(default_factory=dict)
     gave: dict[_Key, _Gave] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
+    loss: _Gave | None = None
+
+    def differs(self, other: _RunOfSites) -> bool:
+        """Whether code outside of the sites computes something else than in another run."""
+        return self.outside != other.outside or not _same(self.loss, other.loss)
 
 
 def check(
@@ -83,15 +90,15 @@ def check(
         raise Fails(sites[0], error) from error
     watched.note_arguments(other_runs)
     all_of_them = watched.seen(run, sites)
-    if all_of_them.outside != usual.outside:
+    if all_of_them.differs(usual):
         for site in sites:
             seen = watched.seen(run, [site])
-            if seen.outside != usual.outside:
+            if seen.differs(usual):
                 raise Wider(site, f"it {_what(seen.names)}, with which other code computes")
         raise Wider(sites[0], f"it {_what(all_of_them.names)}, with which other code computes")
     for key, known in usual.gave.items():
         given = all_of_them.gave.get(key)
-        if key[0].method != LOSS and (given is None or not _same(known, given)):
+        if key[0].method != LOSS and not _same(known, given):
             raise Wider(key[0], "it computes with what other code leaves outside of modules")
 
 
@@ -120,7 +127,8 @@ class _WatchedSites:
 
     def seen(self, run: Run, disturbed: Sequence[Site]) -> _RunOfSites:
         """A run in which the calls of some sites find and leave something else than they do."""
-        found, inside, names = _RunOfSites(), [""], dict[str, None]()
+        found, names = _RunOfSites(), dict[str, None]()
+        inside: list[str | None] = [""]
         around = CallsAround(lambda: inside[-1])
         places = self._context.copy().run(_Places, self._eager) if disturbed else None
 
@@ -131,25 +139,46 @@ class _WatchedSites:
                 if places is None or call.site not in disturbed:
                     result = call.run(*args, **kwargs)
                 else:
-                    with places.as_at_first() as changed, without_cache(self._eager.model):
+                    first = places.as_at_first(call.site)
+                    with first as changed, without_cache(self._eager.model):
+                        inside.append(None)
                         self._make_before(call)
+                        inside.pop()
                         result = self._context.copy().run(call.run, *args, **kwargs)
                         names.update(dict.fromkeys(changed()))
+                    inside.append(None)
                     self._write_over(call)
+                    inside.pop()
             finally:
                 inside.pop()
             around.returned(part, result)
             found.gave[call.site, call.number] = _result(result)
+            if call.site in disturbed:
+                return self._apart(result, (args, kwargs), around)
             return result
 
         with run() as once, torch.enable_grad(), around:
             with standing_in(self._eager.model, self._sites, called):
                 # A call, and the code behind it, may miss what was put back.
                 with suppress(Exception) if disturbed else nullcontext():
-                    self._context.copy().run(once)
+                    found.loss = _result(self._context.copy().run(once))
         found.outside = around.of_others([part for part in around.parts if part])
         found.names = [*names]
         return found
+
+    def _apart(self, result: Any, arguments: Any, around: CallsAround) -> Any:
+        """A result whose tensors have memory of their own, as those of an op have."""
+        with no_function_modes():
+            tensors = distinct_tensors(result)
+            states = [*self._eager.model.parameters(), *self._eager.model.buffers()]
+            taken = set(map(storage_key, (*distinct_tensors(arguments), *states)))
+            apart = []
+            for tensor in tensors:
+                shared = storage_key(tensor) in taken
+                apart.append(tensor.clone() if shared else tensor)
+                around.stands_for(apart[-1], tensor)
+                taken.add(storage_key(apart[-1]))
+            return whole_of(parts_of(result, tensors), apart)
 
     def _make_before(self, call: SiteCall) -> None:
         """Make a call for other rows, as for an earlier micro-batch; attributes and buffers are put
@@ -175,8 +204,7 @@ class _WatchedSites:
 
 
 class _Places:
-    """The places where a model and its loss keep something, besides attributes of modules; and of
-    these attributes what queues, arrays and bytes hold. Made before the model runs."""
+    """The places where a model and its loss keep something. Made before the model runs."""
 
     def __init__(self, eager: Program) -> None:
         attributes = [vars(module) for module in eager.modules()]
@@ -184,25 +212,29 @@ class _Places:
         for holder in holders_of(*eager.parts):
             own = any(holder.entries is each for each in attributes)
             (self._of_modules if own else self._elsewhere).append(holder)
-        self._first = [KeptNow(holders) for holders in (self._elsewhere, self._of_modules)]
+        self._model = eager.model
+        self._first = KeptNow([*self._elsewhere, *self._of_modules])
 
     @contextmanager
-    def as_at_first(self) -> Iterator[Callable[[], tuple[str, ...]]]:
+    def as_at_first(self, site: Site) -> Iterator[Callable[[], tuple[str, ...]]]:
         """Within, they hold what they did before the model ran, as on another stage; afterwards,
-        what they do now.
+        what they do now. So do the attributes of the modules outside of a site.
 
         Yields:
             a function that names the values that have changed within.
         """
-        with restoring_kept(self._elsewhere):
-            now = KeptNow(self._of_modules)
-            self._first[0].put_back()
-            self._first[1].put_contents_back()
-            begin = KeptNow(self._elsewhere), KeptNow(self._of_modules)
+        inside = {id(vars(module)) for module in self._model.get_submodule(site.module).modules()}
+        own = [holder for holder in self._of_modules if id(holder.entries) in inside]
+        others = [holder for holder in self._of_modules if id(holder.entries) not in inside]
+        with restoring_kept([*self._elsewhere, *others]):
+            now = KeptNow(own)
+            self._first.put_back([*self._elsewhere, *others])
+            self._first.put_contents_back(own)
+            begin = KeptNow([*self._elsewhere, *others]), KeptNow(own)
             try:
                 yield lambda: (*begin[0].changed(), *begin[1].changed_contents())
             finally:
-                now.put_contents_back()
+                now.put_contents_back(own)
 
 
 def _copied(arg: Any) -> Any:
@@ -219,12 +251,18 @@ def _result(result: Any) -> _Gave:
         return _Gave(to_text(parts_of(result, tensors)), [t.detach().clone() for t in tensors])
 
 
-def _same(first: _Gave, second: _Gave) -> bool:
+def _same(first: _Gave | None, second: _Gave | None) -> bool:
+    if first is None or second is None:
+        return False
     alike = first.tree == second.tree and len(first.tensors) == len(second.tensors)
     pairs = zip(first.tensors, second.tensors, strict=False)
-    return alike and all(a.shape == b.shape and _equal(a, b) for a, b in pairs)
+    return alike and all(a.shape == b.shape and _close(a, b) for a, b in pairs)
 
 
-def _equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have the same values, where nan is nan."""
-    return bool(((first == second) | ((first != first) & (second != second))).all())
+def _close(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same values but for roundings: a copy may lie in memory in
+    another order, and a sum over it goes another way."""
+    if not (first.is_floating_point() or first.is_complex()):
+        return torch.equal(first, second)
+    close = torch.finfo(first.dtype).eps ** 0.75
+    return torch.allclose(first, second, rtol=close, atol=close, equal_nan=True)
