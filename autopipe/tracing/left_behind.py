@@ -10,6 +10,7 @@ That code computes with it is found by a run in which each call
                   (`holders_of`): the code before it does not run where the call does
     leaves        what stood there before the call, in these places; and elsewhere (in a file of an
                   installed package, bytes, an object of C) what it leaves that is given other rows
+    reads         plain tensors in the place of its parameters
     gives         tensors with memory of their own, as an op does: what writes one in place does not
                   write another
 """
@@ -31,10 +32,11 @@ from autopipe.eager.holders import Holder, holders_of
 from autopipe.eager.kept import KeptNow, restoring, restoring_kept
 from autopipe.frontend.transformers_adapter import without_cache
 from autopipe.ir.torch_private import no_function_modes, storage_key, tree_map
-from autopipe.opaque.calls.sites import Site, SiteCall, Wider, standing_in
+from autopipe.opaque.calls.sites import Site, SiteCall, Wider, site_of, standing_in, state_of
+from autopipe.opaque.calls.states import Homes
 from autopipe.opaque.calls.trees import distinct_tensors, parts_of, to_text, whole_of
 from autopipe.opaque.measure import Fails
-from autopipe.planfile.regions import LOSS
+from autopipe.planfile.regions import LOSS, Region
 from autopipe.tracing.capture.program import Program
 from autopipe.tracing.module_calls import CallsAround
 
@@ -63,18 +65,15 @@ class _RunOfSites:
     names: list[str] = field(default_factory=list)
     loss: _Gave | None = None
 
-    def differs(self, other: _RunOfSites) -> bool:
-        """Whether code outside of the sites computes something else than in another run."""
-        return self.outside != other.outside or not _same(self.loss, other.loss)
-
 
 def check(
-    eager: Program, sites: Sequence[Site], run: Run, other_runs: Sequence[Run], context: Context
+    eager: Program, regions: Sequence[Region], run: Run, other_runs: Sequence[Run], context: Context
 ) -> None:
-    """Refuse calls of the sites that leave something with which other code computes.
+    """Refuse regions that share something with code around them.
 
     Args:
         eager: the program that runs, whose model has its weights.
+        regions: the calls, as they were measured.
         run: runs it on a few rows.
         other_runs: run it on other rows.
         context: context variables as they were before the model ran.
@@ -83,23 +82,36 @@ def check(
         Wider: names the call.
         Fails: the model does not run where its calls are watched.
     """
-    watched = _WatchedSites(eager, sites, context)
+    watched = _WatchedSites(eager, regions, context)
+    sites = watched.sites
+    if not sites:
+        return
     try:
         usual = watched.seen(run, ())
     except Exception as error:  # whatever the user's code raises where it is watched
         raise Fails(sites[0], error) from error
     watched.note_arguments(other_runs)
     all_of_them = watched.seen(run, sites)
-    if all_of_them.differs(usual):
+    if all_of_them.outside != usual.outside:
         for site in sites:
             seen = watched.seen(run, [site])
-            if seen.differs(usual):
+            if seen.outside != usual.outside:
                 raise Wider(site, f"it {_what(seen.names)}, with which other code computes")
         raise Wider(sites[0], f"it {_what(all_of_them.names)}, with which other code computes")
     for key, known in usual.gave.items():
         given = all_of_them.gave.get(key)
         if key[0].method != LOSS and not _same(known, given):
-            raise Wider(key[0], "it computes with what other code leaves outside of modules")
+            raise Wider(key[0], _OTHERWISE)
+    if not _same(usual.loss, all_of_them.loss):
+        alone = (site for site in sites if not _same(usual.loss, watched.seen(run, [site]).loss))
+        raise Wider(next(alone, sites[0]), _IN_PLACE)
+
+
+_OTHERWISE = (
+    "it computes otherwise without what other code sets for it, or with plain tensors in the place "
+    "of its parameters"
+)
+_IN_PLACE = "other code writes in place what shares memory with its results"
 
 
 def _what(names: Sequence[str]) -> str:
@@ -109,8 +121,11 @@ def _what(names: Sequence[str]) -> str:
 class _WatchedSites:
     """A model whose sites are watched in some runs."""
 
-    def __init__(self, eager: Program, sites: Sequence[Site], context: Context) -> None:
-        self._eager, self._sites, self._context = eager, sites, context
+    def __init__(self, eager: Program, regions: Sequence[Region], context: Context) -> None:
+        self._eager, self._context = eager, context
+        self.sites = [*dict.fromkeys(map(site_of, regions))]
+        self._states = {(site_of(region), region.call): region.states for region in regions}
+        self._homes = Homes(eager.model)
         self._others: defaultdict[_Key, list[tuple[Any, Any]]] = defaultdict(list)
 
     def note_arguments(self, runs: Sequence[Run]) -> None:
@@ -122,7 +137,7 @@ class _WatchedSites:
 
         for run in runs:
             with run() as once, torch.enable_grad():
-                with standing_in(self._eager.model, self._sites, called), suppress(Exception):
+                with standing_in(self._eager.model, self.sites, called), suppress(Exception):
                     self._context.copy().run(once)
 
     def seen(self, run: Run, disturbed: Sequence[Site]) -> _RunOfSites:
@@ -144,7 +159,8 @@ class _WatchedSites:
                         inside.append(None)
                         self._make_before(call)
                         inside.pop()
-                        result = self._context.copy().run(call.run, *args, **kwargs)
+                        with self._lent(call):
+                            result = self._context.copy().run(call.run, *args, **kwargs)
                         names.update(dict.fromkeys(changed()))
                     inside.append(None)
                     self._write_over(call)
@@ -158,13 +174,25 @@ class _WatchedSites:
             return result
 
         with run() as once, torch.enable_grad(), around:
-            with standing_in(self._eager.model, self._sites, called):
+            with standing_in(self._eager.model, self.sites, called):
                 # A call, and the code behind it, may miss what was put back.
                 with suppress(Exception) if disturbed else nullcontext():
                     found.loss = _result(self._context.copy().run(once))
         found.outside = around.of_others([part for part in around.parts if part])
         found.names = [*names]
         return found
+
+    @contextmanager
+    def _lent(self, call: SiteCall) -> Iterator[None]:
+        """Within, plain tensors are in the place of the parameters that a call reads, as an op has
+        them: no `nn.Parameter`, no leaf, none of a user's class."""
+        originals = {name: state_of(self._eager.model, name) for name in self._states[call[:2]]}
+        with no_function_modes(), torch.enable_grad():
+            self._homes.lend({name: state.view_as(state) for name, state in originals.items()})
+        try:
+            yield
+        finally:
+            self._homes.lend(originals)
 
     def _apart(self, result: Any, arguments: Any, around: CallsAround) -> Any:
         """A result whose tensors have memory of their own, as those of an op have."""

@@ -316,6 +316,38 @@ def test_what_passes_a_part_by_takes_that_code_along(kind):
     assert unlike(built(kind), traced=traced(kind)) == []
 
 
+class AsksForItsClass(Net):
+    """An op has plain tensors in the place of parameters."""
+
+    def inside(self, hidden):
+        return self.bent(hidden)
+
+    def bent(self, hidden):
+        return torch.vmap(torch.sin)(self.middle(hidden)) * (
+            2 if isinstance(self.middle.weight, nn.Parameter) else 3
+        )
+
+
+class AsksWhichItIs(Net):
+    def begin(self):
+        self.scales = {id(self.middle.weight): 2}
+
+    def inside(self, hidden):
+        return self.bent(hidden)
+
+    def bent(self, hidden):
+        return torch.vmap(torch.sin)(self.middle(hidden)) * self.scales.get(
+            id(self.middle.weight), 3
+        )
+
+
+@pytest.mark.parametrize("kind", [AsksForItsClass, AsksWhichItIs])
+def test_a_part_that_asks_what_its_parameters_are_is_refused(kind):
+    """Bug: it got another answer in each micro-batch than when it was measured."""
+    with pytest.raises(CaptureError, match="or with plain tensors in the place of its parameters"):
+        trace_model(built(kind), inputs, square)
+
+
 class Store:
     """What forward keeps in a class, instead of in its context."""
 
