@@ -54,21 +54,6 @@ class KeptNow:
             )
         )
 
-    def put_back(self) -> None:
-        """Put the values back, and remove new ones."""
-        for holder, known in self._before:
-            added = holder.values().keys() - known.keys()
-            for key in sorted(added, reverse=True) if holder.inside else added:
-                del holder.entries[key]
-            _put_back(holder.entries, known)
-
-    def put_contents_back(self) -> None:
-        """Put back what queues, arrays and bytes hold that are still the same objects."""
-        for holder, known in self._before:
-            for key, (value, content) in known.items():
-                if holder.entries.get(key) is value and not isinstance(value, Tensor):
-                    put_back(value, content)
-
     def changed_contents(self) -> tuple[str, ...]:
         """The names of the values that `put_contents_back` would change."""
         return tuple(
@@ -77,6 +62,30 @@ class KeptNow:
             for key, (value, content) in known.items()
             if holder.entries.get(key) is value and not is_as(value, content)
         )
+
+    def put_back(self, holders: Sequence[Holder]) -> None:
+        """Put back the values of some of the holders, and remove new ones."""
+        for holder, known in self._of(holders):
+            added = holder.values().keys() - known.keys()
+            for key in sorted(added, reverse=True) if holder.inside else added:
+                del holder.entries[key]
+            _put_back(holder.entries, known)
+
+    def put_contents_back(self, holders: Sequence[Holder]) -> None:
+        """Put back what queues, arrays and bytes in some of the holders have held, if they are
+        still the same objects."""
+        for holder, known in self._of(holders):
+            for key, (value, content) in known.items():
+                if holder.entries.get(key) is value and not isinstance(value, Tensor):
+                    put_back(value, content)
+
+    def _of(self, holders: Sequence[Holder]) -> Iterator[tuple[Holder, _Known]]:
+        asked = set(map(id, holders))
+        return ((holder, known) for holder, known in self._before if id(holder) in asked)
+
+
+_Known = Mapping[Any, tuple[Any, Any]]
+"""A value and its content, by name."""
 
 
 @contextmanager
@@ -87,7 +96,7 @@ def restoring_kept(holders: Sequence[Holder]) -> Iterator[Callable[[], tuple[str
     try:
         yield before.changed
     finally:
-        before.put_back()
+        before.put_back(holders)
         for holder, key, watched in drawn:
             holder.entries[key] = watched.left()
 

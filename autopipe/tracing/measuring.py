@@ -105,7 +105,7 @@ class Measuring:
                 run, *other_runs = (
                     partial(self._run, eager, each) for each in (self.leaves, *unlike)
                 )
-                left_behind.check(eager, sites, run, other_runs, self.context)
+                left_behind.check(eager, regions, run, other_runs, self.context)
                 self._check_backward(eager, unlike)
                 return regions
             except Fails as failed:  # the model has just run, without anybody looking

@@ -219,10 +219,11 @@ class CallsAround(TorchFunctionMode):
     """The calls of torch functions in a run, those in each of some parts and those around them.
 
     Args:
-        where: gives the name of the part that runs; empty: none of them.
+        where: gives the name of the part that runs; empty: none of them; None: what runs is no run
+            of the model.
     """
 
-    def __init__(self, where: Callable[[], str]) -> None:
+    def __init__(self, where: Callable[[], str | None]) -> None:
         super().__init__()
         self._where = where
         self._calls: dict[str, list[Hashable]] = defaultdict(list)
@@ -230,6 +231,8 @@ class CallsAround(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         where, kwargs = self._where(), kwargs or {}
+        if where is None:
+            return func(*args, **kwargs)
         with no_function_modes():  # to look at a tensor here is no call of the model's
             given = tuple(self._label(tensor) for tensor in tensors_in((args, kwargs)))
             numbers = repr(plain_of((args, kwargs)))  # before the call, which may write
@@ -248,6 +251,10 @@ class CallsAround(TorchFunctionMode):
     def returned(self, where: str, output: Any) -> None:
         """Note what a part returns, whether it has run or was skipped."""
         self._name(distinct_tensors(output), where, "returned")
+
+    def stands_for(self, copied: Tensor, tensor: Tensor) -> None:
+        """Take a copy of a tensor for the tensor itself."""
+        self._made[id(copied)] = weakref.ref(copied), self._label(tensor)
 
     def of_others(self, parts: Collection[str]) -> Mapping[str, Sequence[Hashable]]:
         """The calls, without those in these parts, as a value to compare."""
