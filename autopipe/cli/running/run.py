@@ -17,7 +17,7 @@ from autopipe.cli.running.replanned import planned_anew
 from autopipe.cli.running.summary import INTERRUPTED, telling_what_is_lost
 from autopipe.terminal import console
 from autopipe.terminal.commands import PlanArgument, command
-from autopipe.terminal.paths import model_source, say_edits
+from autopipe.terminal.paths import model_source, say_edits, standing
 from autopipe.util.gc_pause import loading
 
 
@@ -44,9 +44,11 @@ def run(
     with telling_what_is_lost(keeps=keeps), voice.one_voice(world, debug=console.debug()):
         loaded = Plan.load(plan)
         checkpoints.check()
+        training.check()
         outputs = output.checked(loaded, training.steps, leads=leads, resume=checkpoints.resume)
         start.check(started_here=start.local is not None or pod is not None)
-        source = training.model or model_source(loaded, plan, "run")
+        named = training.model
+        source = standing(named) if named else model_source(loaded, plan, "run")
         forwarded = asked.SIGNALS if checkpoints.folder is not None else ()
         if pod is not None:
             raise typer.Exit(ranks.start_pod(pod, loaded, forwarded, start.log_dir))
