@@ -47,12 +47,12 @@ def run(
         training.check()
         outputs = output.checked(loaded, training.steps, leads=leads, resume=checkpoints.resume)
         start.check(started_here=start.local is not None or pod is not None)
-        named = training.model
-        source = standing(named) if named else model_source(loaded, plan, "run")
+        source = training.model or model_source(loaded, plan, "run")
         forwarded = asked.SIGNALS if checkpoints.folder is not None else ()
         if pod is not None:
             raise typer.Exit(ranks.start_pod(pod, loaded, forwarded, start.log_dir))
         if checkpoints.replan and checkpoints.folder is not None:
+            source = standing(source)
             loaded = planned_anew(loaded, source, world, start.local, checkpoints.folder)
         ranks.check(start.local, world, loaded, plan)
         if world is None and start.starts_ranks:
