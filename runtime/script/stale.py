@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -47,8 +48,9 @@ class Stale:
         if not keep_vars:  # with it, it gives the parameters themselves, as `parameters` does
             self._read()
 
-    def _loaded(self, model: nn.Module, keys: object) -> None:
-        _STALE.discard(model)
+    def _loaded(self, model: nn.Module, keys: Any) -> None:
+        if not keys.missing_keys:  # else some are those that it began with
+            _STALE.discard(model)
 
     def __deepcopy__(self, memo: object) -> Stale:
         """What a copy of the module has: hooks that do nothing."""
