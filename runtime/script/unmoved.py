@@ -63,7 +63,7 @@ class Unmoved:
         self._updates = Updates(plan, self._looked_at, trained, clipping)
         self._stale: Stale | None = None
         if isinstance(model, nn.Module) and (plan.parted or copies_of(model, held)):
-            self._stale = Stale(model)
+            self._stale = Stale(model, _left_behind(model, held))
 
     @contextmanager
     def step(self, resumed: bool) -> Iterator[None]:
@@ -131,6 +131,13 @@ class Unmoved:
         if fingerprint(trace.graph) == self._plan.fingerprint:
             return None
         return first_difference(trace.graph, self._plan.trail)
+
+
+def _left_behind(model: nn.Module, held: Mapping[str, Tensor]) -> list[str]:
+    """The trained parameters of a module that this rank holds others of, or none."""
+    here = {id(tensor) for tensor in held.values()}
+    named = model.named_parameters()
+    return [name for name, one in named if one.requires_grad and id(one) not in here]
 
 
 def _of_buffer(moved: MovedValue) -> ModelError:
