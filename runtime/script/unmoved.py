@@ -23,6 +23,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.runtime.script.between import Between, MovedValue
 from autopipe.runtime.script.clipping import Clipping
 from autopipe.runtime.script.copied import Copied, copies_of
+from autopipe.runtime.script.gradient_hooks import GradientHooks
 from autopipe.runtime.script.moved_frozen import MovedFrozen
 from autopipe.runtime.script.stale import Stale
 from autopipe.runtime.script.updates import Updates
@@ -61,6 +62,7 @@ class Unmoved:
         self._copied = Copied(self._between.models, held)
         self._frozen = MovedFrozen(self._between.models, parts=plan.parted)
         self._updates = Updates(plan, self._looked_at, trained, clipping)
+        self._hooks = GradientHooks(plan, self._looked_at, held, trained)
         self._stale: Stale | None = None
         if isinstance(model, nn.Module) and (plan.parted or copies_of(model, held)):
             self._stale = Stale(model, _left_behind(model, held))
@@ -77,7 +79,7 @@ class Unmoved:
             ModelError: a value that the graph contains has changed, a buffer was replaced, a weight
                 was written of which this rank trains a copy, or a frozen one; or a parameter is
                 trained that was frozen; names it. Or an optimizer was made of the module's own
-                parameters, and not of this rank's.
+                parameters, and not of this rank's; or a hook on a gradient would not be called.
         """
         if resumed:
             self._note()
@@ -86,6 +88,7 @@ class Unmoved:
         if (name := self._copied.written()) is not None:
             raise _of_copy(name)
         self._frozen.check()
+        self._hooks.check()
         self._updates.check()
         for moved in self._between.moved():
             self._moves[moved.name] += 1
