@@ -53,6 +53,9 @@ class Clipping:
         world: the process group of all ranks; None if there is one.
         parts: whether ranks have parts of the model's gradients, and not each all of them.
         parted: the dims of a parameter that this rank has a part of, by name.
+
+    Attributes:
+        parted: the same.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Clipping:
         self._states: list[tuple[int, int]] = []
         self._some: Tensor | None = None
         self._last: _Scaled | None = None
-        self._part_changes = PartChanges(parted)
+        self.parted, self._part_changes = parted, PartChanges(parted)
 
     @torch.no_grad()
     def clip(self, max_norm: float, device: torch.device) -> Tensor:

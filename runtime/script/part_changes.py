@@ -1,8 +1,10 @@
-"""Finds a script that changes gradients by a mean or a norm of what is only a part on this rank.
+"""Finds a script that changes gradients or weights by a mean or a norm of what is only a part on
+this rank.
 
     for p in pipe.parameters(): p.grad -= p.grad.mean()              ZeRO: the mean of some rows
     p.grad -= p.grad.mean(dim=1, keepdim=True)                       tp: of some columns
     p.grad /= p.grad.norm()                                          either
+    p.data /= p.data.norm()                                          of a weight, after the update
 
 Plain PyTorch takes them of the whole gradient. What was done is seen by what it left: differences
 that are the same all along a dim, and means of 0; or factors that are, and norms of one size.
@@ -24,19 +26,21 @@ _ROUNDING, _CENTRED = 1e-5, 1e-2
 
 
 class PartChanges:
-    """Looks at gradients of which this rank has a part.
+    """Looks at gradients, or at weights, of which this rank has a part.
 
     Args:
         parted: for each parameter the dims that the rank has a part of, by name.
+        what: `gradient` or `weight`.
     """
 
-    def __init__(self, parted: Mapping[str, Iterable[int]]) -> None:
+    def __init__(self, parted: Mapping[str, Iterable[int]], what: str = "gradient") -> None:
+        self._what = what
         self._parted = {name: frozenset(dims) for name, dims in parted.items() if dims}
         self._noted: dict[str, Tensor] = {}
         self._norms: dict[str, tuple[float, float]] = {}
 
     def note(self, gradients: Mapping[str, Tensor]) -> None:
-        """Take the gradients as they are for those of the step."""
+        """Take the gradients as they are for those of the step, or weights for the optimizer's."""
         own = [name for name in self._parted if name in gradients]
         largest = sorted(own, key=lambda name: gradients[name].numel())[-OF:]
         self._noted = {name: _some(gradients[name]).clone() for name in largest}
@@ -51,14 +55,24 @@ class PartChanges:
             after = gradients.get(name)
             if after is None or before.shape != (some := _some(after)).shape:
                 continue
+            if torch.equal(some, before):  # one wait for a GPU, and not several
+                continue
             parted = self._parted[name]
             rounding = max(_ROUNDING, 4 * torch.finfo(after.dtype).eps)
             over = _alike(some - before, before, rounding)
             if over & parted and _centred(after, over, some - before, rounding):
-                raise _error(name, over & parted, "mean")
+                raise self._error(name, over & parted, "mean")
             over = _alike(some / before, torch.ones_like(before), rounding)
             if over & parted and self._scaled(name, after, over, some / before, rounding):
-                raise _error(name, over & parted, "norm")
+                raise self._error(name, over & parted, "norm")
+
+    def _error(self, name: str, dims: Iterable[int], by: str) -> ModelError:
+        words = " and ".join(map(str, sorted(dims)))
+        return ModelError(
+            f"the {self._what} of {name!r} was changed by its {by} over dim {words}, of which this "
+            f"rank has a part: plain PyTorch takes the {by} of all of it",
+            hint="plan with --zero 0 and --tp 1, where a rank has all of it",
+        )
 
     def _scaled(
         self, name: str, after: Tensor, over: frozenset[int], factors: Tensor, rounding: float
@@ -112,12 +126,3 @@ def _centred(after: Tensor, over: frozenset[int], change: Tensor, rounding: floa
 def _spread(values: Tensor) -> float:
     """The share by which values differ."""
     return float((values.max() - values.min()) / values.abs().max())
-
-
-def _error(name: str, dims: Iterable[int], what: str) -> ModelError:
-    words = " and ".join(map(str, sorted(dims)))
-    return ModelError(
-        f"the gradient of {name!r} was changed by its {what} over dim {words}, of which this rank "
-        f"has a part: plain PyTorch takes the {what} of all of it",
-        hint="plan with --zero 0 and --tp 1, where a rank has whole gradients",
-    )

@@ -18,13 +18,17 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import measured_optimizer as measured
 from autopipe.frontend.optimizer import CUSTOM
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.script.clipping import Clipping
+from autopipe.runtime.script.part_changes import PartChanges
 
 
 class Updates:
@@ -50,11 +54,15 @@ class Updates:
             for name, one in model.named_parameters()
             if name in trained and trained[name] is not one
         }
+        self._own, self._weights = dict(trained), PartChanges(clipping.parted, "weight")
         self._stepped: set[int] = set()
         self._dropped = 0
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        handle = register_optimizer_step_pre_hook(_Hook(self))
-        weakref.finalize(self, handle.remove)
+        for handle in (
+            register_optimizer_step_pre_hook(_Hook(self)),
+            register_optimizer_step_post_hook(_Hook(self, ends=True)),
+        ):
+            weakref.finalize(self, handle.remove)
 
     def begins(self, optimizer: Optimizer) -> None:
         """Look at an optimizer that begins a step.
@@ -80,13 +88,20 @@ class Updates:
             self._check_kind(optimizer)
         self._clipping.check()
 
+    def ends(self, optimizer: Optimizer) -> None:
+        """Note the weights that an optimizer has made."""
+        if any(id(one) in self._trained for g in optimizer.param_groups for one in g["params"]):
+            self._weights.note(self._own)
+
     def check(self) -> None:
         """Before a step, look at what optimizers have changed since the last one.
 
         Raises:
             ModelError: one of the module's is among them, of which this rank trains a copy, and
-                the copy is not.
+                the copy is not; or something has changed a weight since by the mean or the norm of
+                a part of it.
         """
+        self._weights.check(self._own)
         stepped, self._stepped = self._stepped, set()
         updated = {name for one, name in self._trained.items() if one in stepped}
         waits = not updated and self._clipping.untouched()
@@ -137,14 +152,16 @@ def _effect(optimizer: Optimizer) -> str:
 
 
 class _Hook:
-    """Tells an `Updates`, while it lives, of each optimizer that begins a step."""
+    """Tells an `Updates`, while it lives, of each optimizer that begins a step, or ends one."""
 
     changes_nothing = True
 
-    def __init__(self, updates: Updates) -> None:
-        self._updates = weakref.ref(updates)
+    def __init__(self, updates: Updates, *, ends: bool = False) -> None:
+        self._updates, self._ends = weakref.ref(updates), ends
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         updates = self._updates()
-        if updates is not None:
+        if updates is not None and self._ends:
+            updates.ends(optimizer)
+        elif updates is not None:
             updates.begins(optimizer)

@@ -1,5 +1,6 @@
-"""A gradient of which a rank has a part, changed by a mean or a norm of that part: it is refused.
+"""A gradient or a weight of which a rank has a part, changed by a mean or a norm of that part.
 
+It is refused.
 What a script does to each entry by itself is right on parts too.
 """
 
@@ -17,9 +18,9 @@ STEPS = 4
 Change = Callable[[Tensor, int], object]
 
 
-def told(change: Change, dims: list[int]) -> int:
+def told(change: Change, dims: list[int], what: str = "gradient") -> int:
     """The step before whose update it is refused; STEPS: before none."""
-    changes = PartChanges({"weight": dims, "bias": [0]})
+    changes = PartChanges({"weight": dims, "bias": [0]}, what)
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         weight = torch.randn(40, 30, generator=generator) * (1 + step)
@@ -29,7 +30,7 @@ def told(change: Change, dims: list[int]) -> int:
         try:
             changes.check(gradients)
         except ModelError as error:
-            assert "the gradient of 'weight' was changed by its" in str(error)
+            assert f"the {what} of 'weight' was changed by its" in str(error)
             assert "--zero 0 and --tp 1" in str(error.hint)
             return step
     return STEPS
@@ -81,6 +82,12 @@ def test_of_columns() -> None:
 def test_the_norm_of_a_part() -> None:
     """One factor may be any; two that leave the same norm are none of the script's own."""
     assert told(of_one_norm, [0]) == 1
+
+
+def test_of_a_weight() -> None:
+    """As of one that a script normalises after each update."""
+    assert told(of_one_norm, [0], "weight") == 1
+    assert told(rows_of_one_norm, [1], "weight") == 0
 
 
 EACH_ENTRY: dict[str, Change] = {
