@@ -60,7 +60,7 @@ class Unmoved:
         self._moves: Counter[str] = Counter()
         self._between = Between(self._looked_at, *([loss] if loss is not None else []))
         self._copied = Copied(self._between.models, held)
-        self._frozen = MovedFrozen(self._between.models, parts=plan.parted)
+        self._frozen = MovedFrozen(self._between.models, parts=plan.parted, trained=trained)
         self._updates = Updates(plan, self._looked_at, trained, clipping)
         self._hooks = GradientHooks(plan, self._looked_at, held, trained)
         self._stale: Stale | None = None
@@ -68,8 +68,8 @@ class Unmoved:
             self._stale = Stale(model, _left_behind(model, held))
 
     @contextmanager
-    def step(self, resumed: bool) -> Iterator[None]:
-        """Within, a step runs; values are checked before it.
+    def step(self, resumed: bool) -> Iterator[tuple[int, int]]:
+        """Within, a step runs; values are checked before it. Gives `Updates.since_last_step`.
 
         Args:
             resumed: whether a checkpoint was loaded since the step before, which may have changed
@@ -94,7 +94,7 @@ class Unmoved:
             self._moves[moved.name] += 1
             if self._moves[moved.name].bit_count() == 1:  # its 1st, 2nd, 4th ... time: a count that
                 self._check(moved)  # nobody looks at yet would be traced for in every step
-        yield
+        yield self._updates.since_last_step()
         self._note()
 
     def _note(self) -> None:

@@ -11,6 +11,7 @@ step: another optimizer may have what it lacks.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Mapping
 from inspect import Parameter, signature
@@ -57,6 +58,7 @@ class Updates:
         self._own, self._weights = dict(trained), PartChanges(clipping.parted, "weight")
         self._stepped: set[int] = set()
         self._dropped = 0
+        self._began, self._options = False, set[str]()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         for handle in (
             register_optimizer_step_pre_hook(_Hook(self)),
@@ -74,8 +76,10 @@ class Updates:
         """
         given = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._stepped |= given
+        self._began = True
         if given.isdisjoint(self._trained):
             return
+        self._options |= {_described(optimizer, group) for group in optimizer.param_groups}
         if self._dropped:
             raise ModelError(
                 f"an update begins after {self._dropped + 1} steps, and pipe.step keeps the last "
@@ -114,6 +118,18 @@ class Updates:
                     hint="make it of this rank's parameters: torch.optim.AdamW(pipe.parameters())",
                 )
 
+    def since_last_step(self) -> tuple[int, int]:
+        """What optimizers have done since this was asked last, to compare with other ranks'.
+
+        Returns:
+            Whether any has begun a step; and of those of this rank's parameters how many groups of
+            unlike options there were, above a hash of them (`same_batch.check_same`).
+        """
+        began, options = self._began, sorted(self._options)
+        self._began, self._options = False, set()
+        digest = hashlib.blake2b("\n".join(options).encode(), digest_size=4).digest()
+        return int(began), len(options) << 32 | int.from_bytes(digest, "big")
+
     def _check_kind(self, optimizer: Optimizer) -> None:
         """Refuse one that the plan was not made for, if it needs more than this rank has."""
         name, plan = type(optimizer).__name__, self._plan
@@ -133,6 +149,12 @@ class Updates:
             "it makes something else",
             hint=f"plan for it, optimizer={name!r}; or take an optimizer that {instead}",
         )
+
+
+def _described(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
+    """An optimizer and its numbers for a group of parameters; not those that are tensors."""
+    numbers = {key: value for key, value in group.items() if isinstance(value, float | tuple)}
+    return f"{type(optimizer).__name__} {sorted(numbers.items())}"
 
 
 def _effect(optimizer: Optimizer) -> str:

@@ -106,3 +106,34 @@ def a_mean_of_a_part_of_a_gradient() -> None:
         told = "'weight' was changed by its mean over dim 0, of which this rank has a part"
         with refused(ModelError, told) if number else nullcontext():
             optimizer.step()
+
+
+@story(2)
+def updates_of_one_rank_alone() -> None:
+    """Replicas would train apart: `if rank == 0:`, or a rate by a norm of a rank's own rows."""
+    case, plan = ZOO["linear"], planned("linear", 1, 2, 1, zero=1)
+    for alone, told in (
+        (True, "rank 0 has called an optimizer's step since the last pipe.step, and rank 1"),
+        (False, "ranks 0 and 1 have the same parameters, or parts of them, and have updated"),
+    ):
+        pipe = autopipe.parallelize(case.model(), plan, loss=case.loss)
+        optimizer = sgd(pipe.parameters())
+        for number in range(3):
+            with refused(ModelError, told) if number == 2 else nullcontext():
+                pipe.step(drawn("linear", plan.batch.rows, number))
+            if number == 0 or not alone or pipe.place.rank == 0:
+                optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * number * pipe.place.rank
+                optimizer.step()
+
+
+@story(2)
+def rows_of_a_parameter_that_are_frozen() -> None:
+    """They are none of the module's, whose own parameter stays trained."""
+    case, plan = ZOO["linear"], planned("linear", 1, 2, 1, zero=1)
+    pipe = autopipe.parallelize(case.model(), plan, loss=case.loss)
+    optimizer = sgd(pipe.parameters())
+    pipe.step(drawn("linear", plan.batch.rows, 0))
+    optimizer.step()
+    dict(pipe.named_parameters())["weight"].requires_grad_(False)
+    with refused(ModelError, "'weight' was trained when the model was planned and is frozen now"):
+        pipe.step(drawn("linear", plan.batch.rows, 1))
