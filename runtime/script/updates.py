@@ -31,6 +31,9 @@ from autopipe.planfile.contents import Plan
 from autopipe.runtime.script.clipping import Clipping
 from autopipe.runtime.script.part_changes import PartChanges
 
+NONE, OWN, OF_OTHERS = 0, 1, 2
+"""Whether an optimizer has begun a step, and whether one of this rank's parameters."""
+
 
 class Updates:
     """Looks at each update of this rank's parameters, for as long as this object lives.
@@ -58,7 +61,7 @@ class Updates:
         self._own, self._weights = dict(trained), PartChanges(clipping.parted, "weight")
         self._stepped: set[int] = set()
         self._dropped = 0
-        self._began, self._options = False, set[str]()
+        self._began, self._options = NONE, set[str]()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         for handle in (
             register_optimizer_step_pre_hook(_Hook(self)),
@@ -76,9 +79,10 @@ class Updates:
         """
         given = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._stepped |= given
-        self._began = True
         if given.isdisjoint(self._trained):
+            self._began = self._began or OF_OTHERS
             return
+        self._began = OWN
         self._options |= {_described(optimizer, group) for group in optimizer.param_groups}
         if self._dropped:
             raise ModelError(
@@ -122,13 +126,14 @@ class Updates:
         """What optimizers have done since this was asked last, to compare with other ranks'.
 
         Returns:
-            Whether any has begun a step; and of those of this rank's parameters how many groups of
-            unlike options there were, above a hash of them (`same_batch.check_same`).
+            `NONE`, `OWN` or `OF_OTHERS`, which may be a rank's without parameters; and of those of
+            this rank's parameters how many groups of unlike options there were, above a hash of
+            them (`same_batch.check_same`).
         """
         began, options = self._began, sorted(self._options)
-        self._began, self._options = False, set()
+        self._began, self._options = NONE, set()
         digest = hashlib.blake2b("\n".join(options).encode(), digest_size=4).digest()
-        return int(began), len(options) << 32 | int.from_bytes(digest, "big")
+        return began, len(options) << 32 | int.from_bytes(digest, "big")
 
     def _check_kind(self, optimizer: Optimizer) -> None:
         """Refuse one that the plan was not made for, if it needs more than this rank has."""

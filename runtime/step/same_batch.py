@@ -20,6 +20,7 @@ from autopipe.errors import LaunchError, ModelError, PlanError
 from autopipe.frontend import batch, row_length
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
+from autopipe.runtime.script.updates import NONE, OWN
 from autopipe.util import codec
 
 CALLS = "step", "evaluate", "clip_grad_norm_", "save", "load", "state_dict", "load_state_dict"
@@ -135,15 +136,13 @@ def check_same(
 
 def _check_updates(plan: Plan, began: Sequence[int], options: Sequence[int]) -> None:
     """Refuse ranks that have made other updates since the last step; both are by rank."""
-    for rank, has in enumerate(began):
-        if has != began[0]:
-            one, other = (0, rank) if has else (rank, 0)
-            raise ModelError(
-                f"rank {other} has called an optimizer's step since the last pipe.step, and rank "
-                f"{one} has not",
-                hint="each rank makes each update: none under `if rank == 0:`, nor by a norm of "
-                "its own gradients; pipe.clip_grad_norm_(inf) gives every rank the norm of all",
-            )
+    if NONE in began and OWN in began:
+        raise ModelError(
+            f"rank {began.index(OWN)} has called an optimizer's step since the last pipe.step, and "
+            f"rank {began.index(NONE)} has not",
+            hint="each rank makes each update: none under `if rank == 0:`, nor by a norm of its "
+            "own gradients; pipe.clip_grad_norm_(inf) gives every rank the norm of all",
+        )
     first: dict[tuple[int, int], tuple[int, int]] = {}
     for peer in plan.mesh.places:
         mark = options[peer.rank]
