@@ -16,7 +16,7 @@ from autopipe.runtime.checkpoint import trained
 from autopipe.runtime.cut_again import split_at_length, split_to_evaluate, traces_at_lengths
 from autopipe.runtime.parameters.hold import hold
 from autopipe.runtime.parameters.materialize import Origin
-from autopipe.runtime.script.clipping import Clipping
+from autopipe.runtime.script.clipping import Clipping, parted_dims
 from autopipe.runtime.script.stale import check_fresh
 from autopipe.runtime.script.unmoved import Unmoved
 from autopipe.runtime.start import (
@@ -95,7 +95,14 @@ def parallelize(
     rank = Rank(part, checked.compute, transport, held, checked.emitted, replicas)
     evaluation = partial(split_to_evaluate, model, loss, part, sharding)
     at_length = partial(split_at_length, traces_at_lengths(model, loss, plan), part, sharding)
-    clipping = Clipping(held.gradients, sharding, joined.place, joined.world, parts=plan.parted)
+    clipping = Clipping(
+        held.gradients,
+        sharding,
+        joined.place,
+        joined.world,
+        parts=plan.parted,
+        parted=parted_dims(held.gradients, sharding),
+    )
     unmoved = Unmoved(
         model,
         skeleton=traced.skeleton,

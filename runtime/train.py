@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from autopipe.errors import ModelError
+from autopipe.errors import AutopipeError, CheckpointError, ModelError
 from autopipe.frontend.model_file import ModelFile
 from autopipe.frontend.optimizer import refuse_other_schedules, refuse_others, update
 from autopipe.ir.graph import shape_at
@@ -45,7 +45,8 @@ it is of those after them, until one has kept its gradients: fp16 often begins w
 class Measured:
     """The measurements of a run: each stage's worst rank, the median step, and on rank 0, if the
     run is traced, each stage's bubble. `stopped`: whether a signal has ended the run early.
-    `gpu`: bytes of the fullest GPU; None on CPUs.
+    `gpu`: bytes of the fullest GPU; None on CPUs. `unwritten`: why there is no last checkpoint, or
+    on rank 0 no trace; to be raised when the model is saved.
     """
 
     stages: tuple[StagePrediction, ...]
@@ -54,6 +55,7 @@ class Measured:
     bubbles: tuple[float, ...] = ()
     stopped: bool = False
     gpu: GpuBytes | None = None
+    unwritten: AutopipeError | None = None
 
 
 def optimizer_for(pipe: Pipe, file: ModelFile) -> torch.optim.Optimizer:
@@ -107,8 +109,7 @@ def train(
 
     Raises:
         ModelError: the loss of a step is no finite number: no rank has made its update.
-        CheckpointError: there is no whole checkpoint to go on from, or the last one could not be
-            written.
+        CheckpointError: there is no whole checkpoint to go on from.
     """
     plan, talks = pipe.plan, pipe.place.rank == 0
     optimizer = optimizer_for(pipe, file)
@@ -139,15 +140,23 @@ def train(
                 scheduler.step()
             if keeper.after_step():
                 break
-    keeper.close()
+    unwritten: AutopipeError | None = None
+    try:
+        keeper.close()
+    except CheckpointError as error:  # the caller may have a model to save first, and so below
+        unwritten = error
     if talks and keeper.stopped is None:
         feed.report_end(steps)
     if talks and snapshot is not None:
         say(snapshot.announcement(range(first + 1, first + 1 + len(readings.losses))))
     bubbles: tuple[float, ...] = ()
     if recorder is not None and trace is not None:
-        bubbles = write(trace, recorder, plan, trace.stem, pipe.place.rank, readings.world)
-    return replace(readings.measured(bubbles), stopped=keeper.stopped is not None)
+        try:
+            bubbles = write(trace, recorder, plan, trace.stem, pipe.place.rank, readings.world)
+        except AutopipeError as error:
+            unwritten = unwritten or error
+    stopped = keeper.stopped is not None
+    return replace(readings.measured(bubbles), stopped=stopped, unwritten=unwritten)
 
 
 @dataclass

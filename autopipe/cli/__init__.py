@@ -22,6 +22,15 @@ names in `__all__`.
 from autopipe.cli.entry import main, program
 from autopipe.cli.running.summary import report
 from autopipe.terminal.console import quiet, say, tell
-from autopipe.terminal.paths import check_folder
+from autopipe.terminal.paths import check_file, check_folder
 
-__all__ = ["check_folder", "main", "program", "quiet", "report", "say", "tell"]
+__all__ = [
+    "check_file",
+    "check_folder",
+    "main",
+    "program",
+    "quiet",
+    "report",
+    "say",
+    "tell",
+]

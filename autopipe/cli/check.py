@@ -14,7 +14,7 @@ from autopipe.errors import AutopipeError
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, command
 from autopipe.terminal.console import say
-from autopipe.terminal.paths import model_source, say_edits
+from autopipe.terminal.paths import model_source, say_edits, standing
 from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def check(
         options: dict[str, Any] = {**sizes, **given, **({"cluster": cluster} if cluster else {})}
         result = _of_plan(what, model, options.pop("precision", None), list(options))
     else:
-        result = _of_model(what, cluster, batch, sizes, given)
+        result = _of_model(standing(what), cluster, batch, sizes, given)
     if json:
         console.show(result.as_data())
     else:
@@ -128,7 +128,7 @@ def _of_plan(path: str, model: str | None, precision: str | None, others: list[s
         )
     loaded = Plan.load(path)
     say_edits(loaded)
-    source = model or model_source(loaded, Path(path), "check")
+    source = standing(model) if model else model_source(loaded, Path(path), "check")
     with loading():
         from autopipe.checking.check import check_plan
 

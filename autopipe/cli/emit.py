@@ -9,7 +9,7 @@ import typer
 
 from autopipe.terminal.commands import PlanArgument, command
 from autopipe.terminal.console import say
-from autopipe.terminal.paths import model_source, relative
+from autopipe.terminal.paths import as_asked, model_source, relative
 from autopipe.util.gc_pause import loading
 
 
@@ -28,9 +28,9 @@ def emit(
 
     loaded = Plan.load(plan)
     source = model or model_source(loaded, plan, "emit")
-    file = model_file.load(source)
     there = relative(source, output.resolve())
-    write(file.model, loaded, output, loss=file.loss, source=there, force=force)
+    file = model_file.load(source)
+    write(file.model, loaded, as_asked(output), loss=file.loss, source=there, force=force)
     processes = len(loaded.mesh.places)
     say(f"run it: torchrun --nproc-per-node {processes} {output / 'train.py'}")
     print(output)

@@ -13,7 +13,7 @@ from autopipe.errors import AutopipeError
 from autopipe.terminal.commands import PlanArgument, app, command
 from autopipe.terminal.console import say, tell
 from autopipe.terminal.option_groups import given
-from autopipe.terminal.paths import check_file, check_folder, model_source, say_edits
+from autopipe.terminal.paths import as_asked, check_file, check_folder, model_source, say_edits
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,9 @@ def _stages(path: Path, folder: Path | None, onnx: OnnxOptions) -> None:
     batch = plan.batch
     usual = batch.rows // plan.mesh.dp // batch.micro_batches
     rows = onnx.rows or usual
-    write_stages(model_file.load(source), plan, folder, rows=rows, weights=onnx.weights)
+    file = model_file.load(source)
+    weights = onnx.weights and as_asked(onnx.weights)
+    write_stages(file, plan, as_asked(folder), rows=rows, weights=weights)
     say(f"{folder}: {len(plan.stages)} stages and chain.json, for onnxruntime")
 
 

@@ -15,7 +15,7 @@ from autopipe.terminal import console
 from autopipe.terminal.commands import Json, ModelArgument, command
 from autopipe.terminal.console import say
 from autopipe.terminal.contract import CONTRACT
-from autopipe.terminal.paths import check_file, relative
+from autopipe.terminal.paths import as_asked, check_file, relative
 from autopipe.util import numbers
 from autopipe.util.gc_pause import until_exit
 from autopipe.util.progress import phase
@@ -181,6 +181,7 @@ def plan(
     """
     until_exit()
     check_file(output)
+    source = relative(model, output.resolve().parent)
     watch = Stopwatch()
     watch.add("started", time.process_time())
     with watch("started"), phase("starting"):
@@ -199,13 +200,13 @@ def plan(
         file.inputs,
         loss=file.loss,
         optimizer=file.optimizer or "adamw",
-        source=relative(model, output.resolve().parent),
+        source=source,
         say=say,
         watch=watch,
         **asked,
     )
     with watch("written"):
-        made.save(output)
+        made.save(as_asked(output))
     say(_one_line(made))
     if spending.speed(made):
         say(f"speed: {spending.speed(made)}")

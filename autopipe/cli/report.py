@@ -10,7 +10,7 @@ import typer
 from autopipe.errors import AutopipeError
 from autopipe.terminal.commands import command
 from autopipe.terminal.console import say
-from autopipe.terminal.paths import check_folder, model_source, say_edits
+from autopipe.terminal.paths import as_asked, check_folder, model_source, say_edits
 from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def report(
         found_sheets.why_no_tokens if found_sheets is not None else "",
         run,
     )
-    atomic_file.write(page(contents), target)
+    atomic_file.write(page(contents), as_asked(target))
     say("open it in a browser; it needs nothing besides itself")
     print(target)
 

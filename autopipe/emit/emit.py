@@ -226,7 +226,7 @@ def main(
     keep_going: bool = False,
 ) -> None:
     """Train for this number of steps; without one, until the batches end."""
-    cli.check_folder(trace)
+    cli.check_file(trace)
     if save is not None:
         check_model(save)
     plan = autopipe.Plan.load(FOLDER / "plan.json")

@@ -103,7 +103,27 @@ def as_module(source: str) -> SimpleNamespace:
 
     kinds = "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin"
     weights = folder if any(any(folder.glob(kind)) for kind in kinds) else None
+    if weights is not None:
+        _check_not_quantized(folder, config)
     return SimpleNamespace(model=model, inputs=inputs, weights=weights, loaded=loaded)
+
+
+def _check_not_quantized(folder: Path, config: Any) -> None:
+    """Refuse a folder whose weights are codes: of them nothing can be trained.
+
+    Raises:
+        ModelError: names how they were quantized.
+    """
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return
+    how = found.get("quant_method") if isinstance(found, dict) else type(found).__name__
+    raise ModelError(
+        f"{folder / 'config.json'}: the weights beside it are quantized ({how}), and training "
+        "changes weights themselves",
+        hint="save the model dequantized: model.dequantize(), then model.save_pretrained(OTHER); "
+        "a folder of config.json alone can be planned as it is",
+    )
 
 
 def lacks(folder: Path, model: Callable[[], nn.Module]) -> bool:

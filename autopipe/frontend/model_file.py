@@ -38,7 +38,7 @@ from autopipe.frontend.optimizer import (
     takes_names,
     without_names,
 )
-from autopipe.frontend.user_module import UserModule, imported
+from autopipe.frontend.user_module import UserModule, check_names, imported
 from autopipe.planfile.contents import LOSS_OVER, ROWS, Plan
 from autopipe.util import seeding
 
@@ -183,6 +183,7 @@ def load(source: str) -> ModelFile:
         torch.manual_seed(0)  # a loss's frozen part is the same on every rank
         found, factory = imported(source)
         drawn = seeding.places()
+    check_names(found, source, factory)
     names = UserModule(found, source)
     build = names.required(factory, "", "builds the model", gives="nn.Module")
     inputs = names.required("inputs", "batch_size", "gives an example batch")

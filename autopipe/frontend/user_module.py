@@ -7,10 +7,13 @@ hf:FOLDER, model.onnx       an object with the same names, made from what is in 
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib
 import importlib.util
+import symtable
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -36,6 +39,29 @@ _RESULTS = {
     "torch.optim.Optimizer": torch.optim.Optimizer,
     "torch.optim.lr_scheduler.LRScheduler": LRScheduler,
 }
+
+
+NAMES = (
+    *("model", "inputs", "loss", "batches", "optimizer", "scheduler"),
+    *("batch_size", "max_grad_norm", "loss_over", "lengths"),
+)
+"""What a model file may define."""
+
+
+_OTHER_WORDS = {
+    **dict.fromkeys(
+        ("criterion", "losses", "lossfn", "lossfunc", "lossfunction", "computeloss"), "loss"
+    ),
+    **dict.fromkeys(("loader", "dataloader", "trainloader", "traindataloader"), "batches"),
+    **dict.fromkeys(("configureoptimizers", "optim", "opt"), "optimizer"),
+    **dict.fromkeys(("sched", "lrscheduler"), "scheduler"),
+    **dict.fromkeys(("gradclip", "clipgradnorm", "maxnorm"), "max_grad_norm"),
+}
+"""Other words for these, in small letters -> the name here."""
+
+_VERBS = "get", "make", "build", "create", "my", "train"
+_PUT_ASIDE = "no", "old", "without", "unused"
+"""First words of a name: those that change nothing, and those of what is not to be taken."""
 
 
 def imported(source: str) -> tuple[Any, str]:
@@ -88,6 +114,92 @@ class UserModule:
         if found is not default and not fits(found):
             raise ModelError(f"{self.source}: {name} is {found!r}, expected {expected}")
         return found
+
+
+def check_names(names: Any, source: str, factory: str = "model") -> None:
+    """Refuse a name of the file's own that nothing in it uses, and that is nearly one of `NAMES`
+    which the file has not: it would be passed over, and something else trained.
+
+    Args:
+        factory: the function that builds the model.
+
+    Raises:
+        ModelError: says which is meant.
+    """
+    try:
+        data = Path(getattr(names, "__file__", None) or "").read_bytes()
+        text = importlib.util.decode_source(data)
+        tree, scope = ast.parse(text), symtable.symtable(text, source, "exec")
+    except (OSError, SyntaxError, ValueError):  # no file has it, or only its byte code is there
+        return
+    used = {*NAMES, factory, *_told_in(tree), *_read_in(scope)}
+    absent = [name for name in NAMES[2:] if not hasattr(names, name)]  # two are required anyway
+    for name, line in _defined_in(tree):
+        meant = None if name in used else _meant(name)
+        if meant in absent and _can_be(meant, getattr(names, name, None)):
+            raise ModelError(
+                f"{source}:{line} defines {name!r}, which nothing uses: what a model file may "
+                f"define is {', '.join(NAMES)}",
+                hint=f"call it {meant!r}; or {'_' + name!r}, if it is something else",
+            )
+
+
+def _can_be(name: str, value: Any) -> bool:
+    """Whether a value is of the kind that a model file has under this name."""
+    if name in ("batch_size", "max_grad_norm"):
+        return isinstance(value, int | float)
+    if name == "lengths":
+        return isinstance(value, tuple | list)
+    if name == "loss_over":
+        return isinstance(value, str)
+    listed = name == "batches" and isinstance(value, Iterable) and not isinstance(value, str)
+    return callable(value) or listed
+
+
+def _defined_in(tree: ast.Module) -> list[tuple[str, int]]:
+    """Functions and variables of a file, but for private ones, with their lines."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append((node.name, node.lineno))
+        targets = node.targets if isinstance(node, ast.Assign) else ()
+        for target in (node.target,) if isinstance(node, ast.AnnAssign) else targets:
+            if isinstance(target, ast.Name):
+                found.append((target.id, node.lineno))
+    return [(name, line) for name, line in found if not name.startswith("_")]
+
+
+def _told_in(tree: ast.Module) -> set[str]:
+    """Names of functions with a decorator, which may keep them, and all texts (`__all__`)."""
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    kept = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list)
+    return {text for text in texts if isinstance(text, str)} | {node.name for node in kept}
+
+
+def _read_in(scope: symtable.SymbolTable) -> set[str]:
+    """Names of the file that it reads, in functions too: not those of arguments."""
+    top = scope.get_type() == "module"
+    own = {
+        symbol.get_name()
+        for symbol in scope.get_symbols()
+        if symbol.is_referenced() and (top or symbol.is_global())
+    }
+    return own.union(*map(_read_in, scope.get_children()))
+
+
+def _meant(name: str) -> str | None:
+    """The name of a model file's that another one stands for: `optimisers`, `make_batches`."""
+    words = name.lower().split("_")
+    if words[0] in _PUT_ASIDE:
+        return None
+    if len(words) > 1 and words[0] in _VERBS:
+        words = words[1:]
+    plain = "".join(words)
+    if plain in _OTHER_WORDS:
+        return _OTHER_WORDS[plain]
+    by_letters = {known.replace("_", ""): known for known in NAMES}
+    close = difflib.get_close_matches(plain, by_letters, 1, cutoff=0.82)
+    return by_letters[close[0]] if close else None
 
 
 def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) -> Any:

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from autopipe.errors import AutopipeError
 from autopipe.frontend.quiet import command_hushed
-from autopipe.terminal import bars, console
+from autopipe.terminal import bars, console, paths
 from autopipe.terminal.option_groups import KEYWORD_ONLY, spread, with_parameters
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -114,6 +114,7 @@ def with_talk(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def wrapper(*args: Any, debug: bool = False, quiet: bool = False, **kwargs: Any) -> None:
         console.ask(debug=debug, quiet=quiet)
+        paths.begin()
         with ExitStack() as block:
             if not console.debug():
                 block.enter_context(command_hushed())

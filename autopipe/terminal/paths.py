@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,27 @@ if TYPE_CHECKING:
 
 FOLDERS = "hf:"
 """The prefix of a model argument that names a folder of transformers (`frontend.hf_folder`)."""
+
+
+_BEGAN: list[Path] = []
+"""The folder in which this command was called: the last one, where tests call several."""
+
+
+def begin() -> None:
+    """Note the folder in which a command is called, before a model file may call `os.chdir`."""
+    with suppress(FileNotFoundError):  # it was removed: paths in it say so
+        _BEGAN[:] = [Path.cwd()]
+
+
+def as_asked(path: Path) -> Path:
+    """The path that the user meant by it where the command was called; unchanged while this
+    process is still there."""
+    return path if not _BEGAN or Path.cwd() == _BEGAN[0] else _BEGAN[0] / path
+
+
+def standing(source: str) -> str:
+    """A model argument that is read more than once: a file's path from the root on."""
+    return str(Path(source).absolute()) if Path(source).is_file() else source
 
 
 def check_folder(path: Path | None) -> None:

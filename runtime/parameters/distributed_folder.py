@@ -50,6 +50,7 @@ class DistributedFolder:
 
     Attributes:
         shapes: the shape of each tensor.
+        dtypes: the dtype of each.
 
     Raises:
         ModelError: torch has not written its metadata.
@@ -59,7 +60,9 @@ class DistributedFolder:
         self._path = path
         with _fence(path):
             self._stored = _tensors(_unpickled(path))
-            self.shapes = {name: tuple(held.size) for name, held in self._stored.items()}
+            stored = self._stored.items()
+            self.shapes = {name: tuple(held.size) for name, held in stored}
+            self.dtypes: dict[str, torch.dtype] = {n: h.properties.dtype for n, h in stored}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Read into these tensors, each of the shape of the one with its name.

@@ -150,6 +150,10 @@ class ModelStates:
             for key in names
         }
 
+    def count_in_state_dict(self) -> int:
+        """The number of names in the whole model's state dict."""
+        return sum(1 + len(one.aliases) for one in self.specs.values() if in_state_dict(one))
+
     def save(
         self, path: Path, place: Place, world: dist.ProcessGroup | None, master: Master
     ) -> None:

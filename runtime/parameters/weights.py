@@ -275,6 +275,8 @@ def _read_distributed(
     check_shapes(path, graph, names, shapes, optional, stored.shapes)
     say_names(path, {prefix} if keys else set(), (), say)
     specs = {name: graph.states[name].held for name in keys}
+    for name, key in keys.items():
+        _check_kind((path, key), stored.dtypes[key], specs[name].dtype)
     tensors = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
     stored.fill({keys[name]: tensor for name, tensor in tensors.items()})
     return tensors

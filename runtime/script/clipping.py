@@ -10,8 +10,9 @@ own norm is the same after each such clipping, whatever it was before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from autopipe.planfile.parts import Place
 from autopipe.planfile.placements import I, Sharding
 from autopipe.runtime.parameters.gradient_sum import Gradients, multiply, total_norm
 from autopipe.runtime.script.copied import some_of
+from autopipe.runtime.script.part_changes import PartChanges
 
 SAMPLED, OF = 256, 4
 """So many entries of so many gradients tell whether a script has scaled all of them alike."""
@@ -50,6 +52,10 @@ class Clipping:
         sharding: how parameters lie over tensor-parallel ranks.
         world: the process group of all ranks; None if there is one.
         parts: whether ranks have parts of the model's gradients, and not each all of them.
+        parted: the dims of a parameter that this rank has a part of, by name.
+
+    Attributes:
+        parted: the same.
     """
 
     def __init__(
@@ -60,12 +66,14 @@ class Clipping:
         world: dist.ProcessGroup | None,
         *,
         parts: bool,
+        parted: Mapping[str, Iterable[int]] = MappingProxyType({}),
     ) -> None:
         self._gradients, self._sharding, self._place = gradients, sharding, place
         self._world, self._parts = world, parts
         self._states: list[tuple[int, int]] = []
         self._some: Tensor | None = None
         self._last: _Scaled | None = None
+        self.parted, self._part_changes = parted, PartChanges(parted)
 
     @torch.no_grad()
     def clip(self, max_norm: float, device: torch.device) -> Tensor:
@@ -87,6 +95,7 @@ class Clipping:
         found = self._found()
         self._states = _states(found)
         self._some = _some(found) if found and self._parts else None
+        self._part_changes.note(self._named())
 
     def untouched(self) -> bool:
         """Whether this rank's gradients are still there as the step has left them."""
@@ -97,11 +106,13 @@ class Clipping:
         """Look at the gradients that an optimizer is about to use; raises once it is sure.
 
         Raises:
-            ModelError: twice they were scaled to one norm of this rank's own.
+            ModelError: twice they were scaled to one norm of this rank's own; or one was changed by
+                the mean or the norm of a part.
         """
         found = self._found() if self._some is not None else []
         if not found or _states(found) == self._states:
             return
+        self._part_changes.check(self._named())
         rounding = max(1e-3, *(2 * torch.finfo(one.dtype).eps for one in found))
         factor = _factor(self._some, _some(found), rounding)
         if not factor:
@@ -119,6 +130,10 @@ class Clipping:
 
     def _parameters(self) -> Iterable[nn.Parameter]:
         return self._gradients.shards().values()
+
+    def _named(self) -> dict[str, Tensor]:
+        shards = self._gradients.shards().items()
+        return {name: one.grad for name, one in shards if one.grad is not None}
 
     def _found(self) -> list[Tensor]:
         return [one.grad for one in self._parameters() if one.grad is not None]
@@ -142,3 +157,13 @@ def _factor(before: Tensor | None, after: Tensor, rounding: float) -> float:
     factor = after.abs().sum() / before.abs().sum()
     off = (after - before * factor).abs().max()
     return float(factor) if off <= rounding * after.abs().max() else 0.0
+
+
+def parted_dims(gradients: Gradients, sharding: Sharding) -> dict[str, list[int]]:
+    """The dims of each parameter of which a rank has a part of the gradient, by name."""
+    found = {}
+    for name in gradients.shards():
+        lies, rows = sharding.states.get(name, I), gradients.rows.get(name)
+        found[name] = [lies.dim] if lies.sharded else []
+        found[name] += [rows.dim] if rows is not None else []
+    return found

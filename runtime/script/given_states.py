@@ -23,6 +23,7 @@ from autopipe.planfile.parts import Place
 from autopipe.planfile.placements import OwnRows
 from autopipe.runtime.checkpoint.layout import BESIDE, OwnTensor
 from autopipe.runtime.parameters.model_states import ModelStates, in_state_dict
+from autopipe.runtime.script.part_of_states import told_of
 
 _IN_FRONT = ("module.", "_orig_mod.", "model.")
 """What wrappers put in front of a model's names."""
@@ -178,6 +179,14 @@ class GivenStates:
 def _check_names(given: Any, passed_over: PassedOver) -> None:
     """Refuse names that the model has not, and tensors of this rank that were not given."""
     missing, unexpected = passed_over
+    part = told_of(given)
+    if missing and part is not None:
+        raise ModelError(
+            f"the state dict is a part that pipe.state_dict() gave elsewhere: {part}; it has no "
+            f"{_named(missing)}",
+            hint="give every rank the parts of all ranks in one dict; or write the whole model: "
+            "pipe.save('model.safetensors'), which every rank calls",
+        )
     hint = "give model.state_dict() whole, or strict=False to take what there is"
     for prefix in _IN_FRONT:
         if any(f"{prefix}{name}" in given for name in missing):

@@ -8,7 +8,8 @@ Plain PyTorch does both in a training loop, a scheduler or a hook of the optimiz
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from torch import nn
 
@@ -22,10 +23,18 @@ class MovedFrozen:
     Args:
         models: the module that was given, and those that the user's files keep.
         parts: whether a rank has parts of what is trained: stages, shards or rows.
+        trained: what this rank's optimizer is to update, by name.
     """
 
-    def __init__(self, models: Iterable[nn.Module], *, parts: bool) -> None:
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        *,
+        parts: bool,
+        trained: Mapping[str, nn.Parameter] = MappingProxyType({}),
+    ) -> None:
         self._parts = parts
+        self._own = [(name, one, one.requires_grad) for name, one in trained.items()]
         self._trained = [
             (model, {name: p.requires_grad for name, p in model.named_parameters()})
             for model in models
@@ -44,6 +53,9 @@ class MovedFrozen:
             ModelError: a parameter that was frozen is trained, or the reverse; or a frozen one was
                 written since, and ranks have parts.
         """
+        for name, one, was in self._own:  # rows of a parameter, or a copy, are none of the module's
+            if one.requires_grad != was:
+                raise _of_gradient(name, was)
         for model, trained in self._trained:
             for name, parameter in model.named_parameters():
                 was = trained.get(name, parameter.requires_grad)

@@ -11,11 +11,13 @@ Plain PyTorch has the trained ones there. `model.load_state_dict` puts them ther
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from torch import nn
 
 from autopipe.errors import ModelError
+from autopipe.runtime.script import stale_values
 
 _STALE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules whose weights are not the trained ones."""
@@ -24,11 +26,15 @@ _STALE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 class Stale:
     """Hooks on a module, which refuse its calls and its state_dict from the first step on.
 
-    A copy of the module (`copy.deepcopy`) may be called and saved.
+    A copy of the module (`copy.deepcopy`) that was made before may be called and saved; one made
+    later has the same weights, and is refused as the module is.
+
+    Args:
+        left: the names of parameters that this rank holds others of, or none: they are not read.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module, left: Collection[str] = ()) -> None:
+        self._model, self._left = weakref.ref(model), frozenset(left)
         model.register_forward_pre_hook(self._read)
         # torch gives these two no types
         model.register_state_dict_pre_hook(self._saved)  # type: ignore[no-untyped-call]
@@ -36,8 +42,13 @@ class Stale:
 
     def note(self) -> None:
         """A step has run: from now on the module's weights are not the trained ones."""
-        if (model := self._model()) is not None:
+        model = self._model()
+        if model is not None and model not in _STALE:
             _STALE.add(model)
+            stale_values.leave(self._parameters(model))
+
+    def _parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        return [one for name, one in model.named_parameters() if name in self._left]
 
     def _read(self, *_: object) -> None:
         if (model := self._model()) is not None:
@@ -47,12 +58,20 @@ class Stale:
         if not keep_vars:  # with it, it gives the parameters themselves, as `parameters` does
             self._read()
 
-    def _loaded(self, model: nn.Module, keys: object) -> None:
-        _STALE.discard(model)
+    def _loaded(self, model: nn.Module, keys: Any) -> None:
+        if not keys.missing_keys:  # else some are those that it began with
+            _STALE.discard(model)
+            stale_values.free(self._parameters(model))
 
-    def __deepcopy__(self, memo: object) -> Stale:
-        """What a copy of the module has: hooks that do nothing."""
-        return _of_copy()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stale:
+        """What a copy of the module has: hooks that do nothing, or refuse what the copy lacks."""
+        copied = _of_copy()
+        found = memo.get(id(self._model()))
+        if isinstance(found, nn.Module) and self._model() in _STALE:
+            if not stale_values.within_package():  # which copies it to look at it, without values
+                copied._model = weakref.ref(found)
+                _STALE.add(found)
+        return copied
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[[], Stale], tuple[()]]:
         """What a pickled module has: as a copy, but `torch.save(model)` is refused as a call is."""

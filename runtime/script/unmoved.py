@@ -23,6 +23,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.runtime.script.between import Between, MovedValue
 from autopipe.runtime.script.clipping import Clipping
 from autopipe.runtime.script.copied import Copied, copies_of
+from autopipe.runtime.script.gradient_hooks import GradientHooks
 from autopipe.runtime.script.moved_frozen import MovedFrozen
 from autopipe.runtime.script.stale import Stale
 from autopipe.runtime.script.updates import Updates
@@ -59,15 +60,16 @@ class Unmoved:
         self._moves: Counter[str] = Counter()
         self._between = Between(self._looked_at, *([loss] if loss is not None else []))
         self._copied = Copied(self._between.models, held)
-        self._frozen = MovedFrozen(self._between.models, parts=plan.parted)
+        self._frozen = MovedFrozen(self._between.models, parts=plan.parted, trained=trained)
         self._updates = Updates(plan, self._looked_at, trained, clipping)
+        self._hooks = GradientHooks(plan, self._looked_at, held, trained)
         self._stale: Stale | None = None
         if isinstance(model, nn.Module) and (plan.parted or copies_of(model, held)):
-            self._stale = Stale(model)
+            self._stale = Stale(model, _left_behind(model, held))
 
     @contextmanager
-    def step(self, resumed: bool) -> Iterator[None]:
-        """Within, a step runs; values are checked before it.
+    def step(self, resumed: bool) -> Iterator[tuple[int, int]]:
+        """Within, a step runs; values are checked before it. Gives `Updates.since_last_step`.
 
         Args:
             resumed: whether a checkpoint was loaded since the step before, which may have changed
@@ -77,7 +79,7 @@ class Unmoved:
             ModelError: a value that the graph contains has changed, a buffer was replaced, a weight
                 was written of which this rank trains a copy, or a frozen one; or a parameter is
                 trained that was frozen; names it. Or an optimizer was made of the module's own
-                parameters, and not of this rank's.
+                parameters, and not of this rank's; or a hook on a gradient would not be called.
         """
         if resumed:
             self._note()
@@ -86,12 +88,13 @@ class Unmoved:
         if (name := self._copied.written()) is not None:
             raise _of_copy(name)
         self._frozen.check()
+        self._hooks.check()
         self._updates.check()
         for moved in self._between.moved():
             self._moves[moved.name] += 1
             if self._moves[moved.name].bit_count() == 1:  # its 1st, 2nd, 4th ... time: a count that
                 self._check(moved)  # nobody looks at yet would be traced for in every step
-        yield
+        yield self._updates.since_last_step()
         self._note()
 
     def _note(self) -> None:
@@ -131,6 +134,13 @@ class Unmoved:
         if fingerprint(trace.graph) == self._plan.fingerprint:
             return None
         return first_difference(trace.graph, self._plan.trail)
+
+
+def _left_behind(model: nn.Module, held: Mapping[str, Tensor]) -> list[str]:
+    """The trained parameters of a module that this rank holds others of, or none."""
+    here = {id(tensor) for tensor in held.values()}
+    named = model.named_parameters()
+    return [name for name, one in named if one.requires_grad and id(one) not in here]
 
 
 def _of_buffer(moved: MovedValue) -> ModelError:

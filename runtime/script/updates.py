@@ -11,6 +11,7 @@ step: another optimizer may have what it lacks.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Mapping
 from inspect import Parameter, signature
@@ -18,13 +19,20 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import measured_optimizer as measured
 from autopipe.frontend.optimizer import CUSTOM
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.script.clipping import Clipping
+from autopipe.runtime.script.part_changes import PartChanges
+
+NONE, OWN, OF_OTHERS = 0, 1, 2
+"""Whether an optimizer has begun a step, and whether one of this rank's parameters."""
 
 
 class Updates:
@@ -50,11 +58,16 @@ class Updates:
             for name, one in model.named_parameters()
             if name in trained and trained[name] is not one
         }
+        self._own, self._weights = dict(trained), PartChanges(clipping.parted, "weight")
         self._stepped: set[int] = set()
         self._dropped = 0
+        self._began, self._options = NONE, set[str]()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        handle = register_optimizer_step_pre_hook(_Hook(self))
-        weakref.finalize(self, handle.remove)
+        for handle in (
+            register_optimizer_step_pre_hook(_Hook(self)),
+            register_optimizer_step_post_hook(_Hook(self, ends=True)),
+        ):
+            weakref.finalize(self, handle.remove)
 
     def begins(self, optimizer: Optimizer) -> None:
         """Look at an optimizer that begins a step.
@@ -67,7 +80,10 @@ class Updates:
         given = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._stepped |= given
         if given.isdisjoint(self._trained):
+            self._began = self._began or OF_OTHERS
             return
+        self._began = OWN
+        self._options |= {_described(optimizer, group) for group in optimizer.param_groups}
         if self._dropped:
             raise ModelError(
                 f"an update begins after {self._dropped + 1} steps, and pipe.step keeps the last "
@@ -80,13 +96,20 @@ class Updates:
             self._check_kind(optimizer)
         self._clipping.check()
 
+    def ends(self, optimizer: Optimizer) -> None:
+        """Note the weights that an optimizer has made."""
+        if any(id(one) in self._trained for g in optimizer.param_groups for one in g["params"]):
+            self._weights.note(self._own)
+
     def check(self) -> None:
         """Before a step, look at what optimizers have changed since the last one.
 
         Raises:
             ModelError: one of the module's is among them, of which this rank trains a copy, and
-                the copy is not.
+                the copy is not; or something has changed a weight since by the mean or the norm of
+                a part of it.
         """
+        self._weights.check(self._own)
         stepped, self._stepped = self._stepped, set()
         updated = {name for one, name in self._trained.items() if one in stepped}
         waits = not updated and self._clipping.untouched()
@@ -98,6 +121,19 @@ class Updates:
                     "a part or a copy: the step before has not changed that",
                     hint="make it of this rank's parameters: torch.optim.AdamW(pipe.parameters())",
                 )
+
+    def since_last_step(self) -> tuple[int, int]:
+        """What optimizers have done since this was asked last, to compare with other ranks'.
+
+        Returns:
+            `NONE`, `OWN` or `OF_OTHERS`, which may be a rank's without parameters; and of those of
+            this rank's parameters how many groups of unlike options there were, above a hash of
+            them (`same_batch.check_same`).
+        """
+        began, options = self._began, sorted(self._options)
+        self._began, self._options = NONE, set()
+        digest = hashlib.blake2b("\n".join(options).encode(), digest_size=4).digest()
+        return began, len(options) << 32 | int.from_bytes(digest, "big")
 
     def _check_kind(self, optimizer: Optimizer) -> None:
         """Refuse one that the plan was not made for, if it needs more than this rank has."""
@@ -120,6 +156,12 @@ class Updates:
         )
 
 
+def _described(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
+    """An optimizer and its numbers for a group of parameters; not those that are tensors."""
+    numbers = {key: value for key, value in group.items() if isinstance(value, float | tuple)}
+    return f"{type(optimizer).__name__} {sorted(numbers.items())}"
+
+
 def _effect(optimizer: Optimizer) -> str:
     """What an optimizer of this class and with these defaults changes together, as far as it can be
     made anew."""
@@ -137,14 +179,16 @@ def _effect(optimizer: Optimizer) -> str:
 
 
 class _Hook:
-    """Tells an `Updates`, while it lives, of each optimizer that begins a step."""
+    """Tells an `Updates`, while it lives, of each optimizer that begins a step, or ends one."""
 
     changes_nothing = True
 
-    def __init__(self, updates: Updates) -> None:
-        self._updates = weakref.ref(updates)
+    def __init__(self, updates: Updates, *, ends: bool = False) -> None:
+        self._updates, self._ends = weakref.ref(updates), ends
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         updates = self._updates()
-        if updates is not None:
+        if updates is not None and self._ends:
+            updates.ends(optimizer)
+        elif updates is not None:
             updates.begins(optimizer)

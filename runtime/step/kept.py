@@ -21,6 +21,7 @@ from autopipe.runtime.checkpoint.plain import fence
 from autopipe.runtime.parameters.gradient_sum import Gradients
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
+from autopipe.runtime.script import part_of_states
 from autopipe.runtime.script.given_states import GivenStates, PassedOver
 from autopipe.runtime.step.prepare import Rank
 from autopipe.runtime.step.same_batch import check_same_call
@@ -67,15 +68,20 @@ class Kept:
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers; all ranks' together are the model's.
 
-        A tied tensor has all its names; rank 0 also has tensors that forward does not use. Every
-        rank calls it: tensors that are sharded over tensor-parallel ranks, or under ZeRO-1 and 2,
-        are gathered first. Under ZeRO-3 parameters are DTensors, of which each rank has its part.
-        Parameters that forward reads in 16 bits are given as their fp32 masters.
+        A tied tensor has all its names; rank 0 also has tensors that forward does not use. Where
+        ranks have parts, every rank calls it: tensors that are sharded over tensor-parallel ranks,
+        or under ZeRO-1 and 2, are gathered first, and of a pipeline's each rank gives its stages'.
+        `torch.save` warns that such a dict is a part; `save` writes the whole model. Under ZeRO-3
+        parameters are DTensors, of which each rank has its part. Parameters that forward reads in
+        16 bits are given as their fp32 masters.
         """
-        if self.plan.mesh.tp > 1 or self.plan.zero:
+        if self.plan.parted or self.plan.zero:
             check_same_call("state_dict", self.plan, self._world)
         self._gradients.gather()
-        return self._own.state_dict(self._gradients.master)
+        own = self._own.state_dict(self._gradients.master)
+        of, ranks = self._own.count_in_state_dict(), len(self.plan.mesh.places)
+        told = part_of_states.told(own, of, self.place.rank, ranks)
+        return own if told is None else part_of_states.PartOfStates(own, told)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> PassedOver:
         """Copy values into this rank's parameters, their masters and its buffers; every rank calls

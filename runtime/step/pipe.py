@@ -58,6 +58,7 @@ class Pipe(Kept):
         seed: the seed of dropout and of all other random numbers of the run.
         clipping: of this rank's gradients.
         unmoved: a context around each step, which may refuse it; told whether the run is resumed.
+            It gives the updates since the last step, to compare with other ranks'.
 
     Attributes:
         device: where this rank's tensors are.
@@ -79,7 +80,7 @@ class Pipe(Kept):
         at_length: Callable[[Any, int], Split],
         seed: int,
         clipping: Clipping,
-        unmoved: Callable[[bool], AbstractContextManager[object]] = nullcontext,
+        unmoved: Callable[[bool], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.plan = rank.part.plan
         self.place = rank.part.place
@@ -172,15 +173,15 @@ class Pipe(Kept):
                 compared in the first step, some in every one. Or gradients are off, or autocast on.
         """
         check_around("step", self.plan.precision, self.device)
-        with self._unmoved(self._resumed), self._watchdog.at(self.steps):
-            loss = self._step(batch, sharded)
+        with self._unmoved(self._resumed) as updates, self._watchdog.at(self.steps):
+            loss = self._step(batch, sharded, updates or (0, 0))
         self._resumed, self._compared = False, True
         self.steps += 1
         return loss
 
-    def _step(self, batch: Any, sharded: bool) -> Tensor:
-        leaves = batches.flatten(batch)
-        self.row_length = self._check_same(leaves, sharded=sharded, contents=not self._compared)
+    def _step(self, batch: Any, sharded: bool, updates: tuple[int, int]) -> Tensor:
+        leaves, first = batches.flatten(batch), not self._compared
+        self.row_length = self._check_same(leaves, sharded=sharded, contents=first, updates=updates)
         wanted = self.plan.batch.micro_batches
         parts = divide(self.plan, self.place, leaves, wanted, sharded=sharded)
         split = self._prepared.split(batch)

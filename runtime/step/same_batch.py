@@ -20,6 +20,7 @@ from autopipe.errors import LaunchError, ModelError, PlanError
 from autopipe.frontend import batch, row_length
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
+from autopipe.runtime.script.updates import NONE, OWN
 from autopipe.util import codec
 
 CALLS = "step", "evaluate", "clip_grad_norm_", "save", "load", "state_dict", "load_state_dict"
@@ -62,7 +63,7 @@ def check_same_call(call: str, plan: Plan, world: dist.ProcessGroup | None) -> N
         LaunchError: names two of them.
     """
     if world is not None:
-        _heard(plan, world, torch.tensor([CALLS.index(call), 0, 0, 0]))
+        _heard(plan, world, torch.tensor([CALLS.index(call), *(0,) * 5]))
 
 
 def _heard(plan: Plan, world: dist.ProcessGroup, own: Tensor) -> list[Tensor]:
@@ -92,18 +93,21 @@ def check_same(
     sharded: bool,
     contents: bool,
     call: str = "step",
+    updates: tuple[int, int] = (0, 0),
 ) -> float:
     """Refuse, on every rank, batches that differ between ranks which must be given the same.
 
     Args:
         contents: compare every value first, and not some of them after the number of rows.
         call: as of `check_same_call`.
+        updates: of `script.updates.Updates.since_last_step`.
 
     Returns:
         The tokens of a row, of all replicas the mean; 0 where rows are no sequences.
 
     Raises:
-        ModelError: they differ, or the batch does not fit the plan on some rank.
+        ModelError: they differ, or the batch does not fit the plan on some rank; or ranks have made
+            other updates.
         LaunchError: as `check_same_call`.
     """
     length = row_length.length_in(plan.inputs, leaves) or 0
@@ -115,9 +119,10 @@ def check_same(
     except ModelError as error:
         rows, refusal = -1, error
     mark = batch.fingerprint(leaves, None if contents else SOME)
-    gathered = _heard(plan, world, torch.tensor([CALLS.index(call), mark, rows, length]))
+    gathered = _heard(plan, world, torch.tensor([CALLS.index(call), mark, rows, length, *updates]))
     columns: list[list[int]] = torch.stack(gathered).T.tolist()
-    _, marks, rows_of, lengths = columns
+    _, marks, rows_of, lengths, began, options = columns
+    _check_updates(plan, began, options)
     if contents:
         _check_marks(plan, marks, sharded=sharded, first_time=True)
     if refusal is not None:
@@ -127,6 +132,28 @@ def check_same(
     if not contents:
         _check_marks(plan, marks, sharded=sharded, first_time=False)
     return sum(lengths) / len(lengths)  # over ranks as over replicas, which have as many
+
+
+def _check_updates(plan: Plan, began: Sequence[int], options: Sequence[int]) -> None:
+    """Refuse ranks that have made other updates since the last step; both are by rank."""
+    if NONE in began and OWN in began:
+        raise ModelError(
+            f"rank {began.index(OWN)} has called an optimizer's step since the last pipe.step, and "
+            f"rank {began.index(NONE)} has not",
+            hint="each rank makes each update: none under `if rank == 0:`, nor by a norm of its "
+            "own gradients; pipe.clip_grad_norm_(inf) gives every rank the norm of all",
+        )
+    first: dict[tuple[int, int], tuple[int, int]] = {}
+    for peer in plan.mesh.places:
+        mark = options[peer.rank]
+        rank, known = first.setdefault((peer.pp, mark >> 32), (peer.rank, mark))
+        if mark != known:
+            raise ModelError(
+                f"ranks {rank} and {peer.rank} have the same parameters, or parts of them, and "
+                "have updated them by optimizers of other classes or options",
+                hint="each rank makes the same optimizer, and sets the same learning rate, by what "
+                "all ranks know: the loss that pipe.step returns, or pipe.clip_grad_norm_(inf)",
+            )
 
 
 def _check_marks(plan: Plan, marks: Sequence[int], *, sharded: bool, first_time: bool) -> None:

@@ -225,3 +225,14 @@ def test_weights_that_transformers_cannot_read(
     monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", lacks_a_package)
     with pytest.raises(ModelError, match=r"transformers .* cannot read it: Load.*\nhint: are its"):
         build()
+
+
+def test_quantized_weights_are_refused_before_planning(tmp_path: Path) -> None:
+    """Only `run` said so, after a plan was made for a cluster."""
+    found = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    source = f"hf:{folder(tmp_path, quantization_config=found)}"
+    model_file.load(source)  # without weights it is a description of the model
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"beside it are quantized \(fp8\)") as refused:
+        model_file.load(source)
+    assert "model.dequantize()" in str(refused.value.hint)

@@ -72,6 +72,52 @@ def test_model_and_inputs_are_enough() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("def optimiser(parameters): ...", "optimizer"),
+        ("def optimizers(parameters): ...", "optimizer"),
+        ("def configure_optimizers(parameters): ...", "optimizer"),
+        ("def batch(batch_size): ...", "batches"),
+        ("train_loader = [inputs(4)]", "batches"),
+        ("def schedulers(optimizer): ...", "scheduler"),
+        ("def losses(outputs, batch): ...", "loss"),
+        ("criterion = nn.MSELoss()", "loss"),
+        ("def loss_fn(outputs, batch): ...", "loss"),
+        ("BATCH_SIZE = 64", "batch_size"),
+        ("grad_norm: float = 1.0", "max_grad_norm"),
+    ],
+)
+def test_a_name_that_is_nearly_one(line: str, meant: str) -> None:
+    """It would be passed over, and another optimizer, loss or batch be taken without a word."""
+    name = line.removeprefix("def ").replace("(", " ").replace(":", " ").split()[0]
+    argument = f"def used({name}): return {name}"
+    error = refused(SMALLEST, f"\n\n{line}\n{argument}\nused(1)\n")
+    assert error.message.startswith(f"net.py:13 defines {name!r}, which nothing uses: ")
+    assert error.hint == f"call it {meant!r}; or '_{name}', if it is something else"
+    for more in (
+        f"{line}\nused = {name}\n",  # by the file itself
+        f"{line}\n__all__ = [{name!r}]\n",  # by other files
+        f"{line}\n{meant} = None\n",  # beside the one that it is not
+        line.replace(name, f"_{name}") + "\n",
+    ):
+        load(SMALLEST, more)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "patches = 4",
+        "length = 128",
+        "input_size = 3",
+        "num_batches = 2",
+        "def no_optimizer(p): ...",
+    ],
+)
+def test_names_of_other_things(line: str) -> None:
+    load(SMALLEST, line + "\n")
+
+
+@pytest.mark.parametrize(
     ("batches", "found"),
     [
         ("3", "an int, which gives no batches"),

@@ -12,6 +12,7 @@ from torch import nn
 
 import autopipe
 from autopipe import ModelError
+from tests.support.models import CLASSES
 from tests.support.pipes import ZOO, drawn, planned, refused, sgd, story
 
 # Two replicas under ZeRO-1: each rank has half of the weight's rows
@@ -65,3 +66,74 @@ def the_module_itself() -> None:
     model.load_state_dict(pipe.state_dict())
     after = model(batch["input"])
     assert torch.equal(after, outputs) and not torch.equal(after, before)
+
+
+@story(2)
+def the_modules_own_parameters() -> None:
+    """Each rank has half of the weight's rows: a mean of weights over the whole one, and clipping
+    by its gradient, would be of what is not trained. Evaluation, which traces it, goes on."""
+    case, plan = ZOO["linear"], planned("linear", 1, 2, 1, zero=3)
+    model, batch = case.model(), drawn("linear", plan.batch.rows, 0)
+    model.name_in_zoo = "linear"  # type: ignore[assignment]  # for `pipes.once`
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    pipe = autopipe.parallelize(model, plan, loss=case.loss)
+    mean.update_parameters(model)
+    pipe.step(batch)
+    for read in (
+        lambda: mean.update_parameters(model),
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    ):
+        with refused(ModelError, "a parameter of the module itself was read", "pipe.clip_grad"):
+            read()
+    sgd(pipe.parameters()).step()
+    pipe.evaluate(batch)
+    pipe.step(batch)
+    assert sum(one.numel() for one in model.parameters()) == model.weight.numel() + CLASSES
+
+
+@story(2)
+def a_mean_of_a_part_of_a_gradient() -> None:
+    """Plain PyTorch centres the whole weight's gradient, of which each rank has half of the rows;
+    its rows it has whole."""
+    case, plan = ZOO["linear"], planned("linear", 1, 2, 1, zero=1)
+    pipe = autopipe.parallelize(case.model(), plan, loss=case.loss)
+    optimizer = sgd(pipe.parameters())
+    for number, dims in enumerate(([1], [0, 1])):
+        pipe.step(drawn("linear", plan.batch.rows, number))
+        for one in pipe.parameters():
+            if one.grad is not None and one.grad.ndim > 1:
+                one.grad -= one.grad.mean(dim=dims, keepdim=True)
+        told = "'weight' was changed by its mean over dim 0, of which this rank has a part"
+        with refused(ModelError, told) if number else nullcontext():
+            optimizer.step()
+
+
+@story(2)
+def updates_of_one_rank_alone() -> None:
+    """Replicas would train apart: `if rank == 0:`, or a rate by a norm of a rank's own rows."""
+    case, plan = ZOO["linear"], planned("linear", 1, 2, 1, zero=1)
+    for alone, told in (
+        (True, "rank 0 has called an optimizer's step since the last pipe.step, and rank 1"),
+        (False, "ranks 0 and 1 have the same parameters, or parts of them, and have updated"),
+    ):
+        pipe = autopipe.parallelize(case.model(), plan, loss=case.loss)
+        optimizer = sgd(pipe.parameters())
+        for number in range(3):
+            with refused(ModelError, told) if number == 2 else nullcontext():
+                pipe.step(drawn("linear", plan.batch.rows, number))
+            if number == 0 or not alone or pipe.place.rank == 0:
+                optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * number * pipe.place.rank
+                optimizer.step()
+
+
+@story(2)
+def rows_of_a_parameter_that_are_frozen() -> None:
+    """They are none of the module's, whose own parameter stays trained."""
+    case, plan = ZOO["linear"], planned("linear", 1, 2, 1, zero=1)
+    pipe = autopipe.parallelize(case.model(), plan, loss=case.loss)
+    optimizer = sgd(pipe.parameters())
+    pipe.step(drawn("linear", plan.batch.rows, 0))
+    optimizer.step()
+    dict(pipe.named_parameters())["weight"].requires_grad_(False)
+    with refused(ModelError, "'weight' was trained when the model was planned and is frozen now"):
+        pipe.step(drawn("linear", plan.batch.rows, 1))

@@ -112,6 +112,10 @@ class Shell:
         for name in filter(LAUNCHED.match, [*os.environ]):
             patch.delenv(name)
 
+    def at_home(self) -> None:
+        """Go back into the folder, which a model file may have left."""
+        self._patch.chdir(self.folder)
+
     def write(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text)
 

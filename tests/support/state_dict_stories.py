@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from autopipe import ModelError
+from autopipe import LaunchError, ModelError
 from tests.support.long import sampled
 from tests.support.pipes import ZOO, close, full, piped, planned, refused, sgd, story, whole_loss
 
@@ -66,3 +70,37 @@ def a_state_dict_that_does_not_fit() -> None:
     assert unexpected == ["epoch"] and last not in missing
     after = pipe.state_dict()
     assert last not in after or torch.equal(after[last], whole[last] + 1)
+
+
+@story(2)
+def a_stages_state_dict_is_none_of_the_model() -> None:
+    """`if rank == 0: torch.save(pipe.state_dict(), file)` of a pipeline: the call is one of all
+    ranks, the file says whose part it is, and neither a pipe nor the model takes it for a whole."""
+    pipe, model = piped("gpt", planned("gpt", 2, 1, 2)), ZOO["gpt"].model()
+    rank, whole = pipe.place.rank, model.state_dict()
+    batch = ZOO["gpt"].inputs(pipe.plan.batch.rows)
+    with refused(LaunchError, "has called pipe.", "none under `if rank == 0:`"):
+        pipe.state_dict() if rank == 0 else pipe.step(batch)
+    part = pipe.state_dict()
+    assert 0 < len(part) < len(whole)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        copy.deepcopy(part)
+        file = io.BytesIO()
+        torch.save(part, file)
+    (warning,) = [str(one.message) for one in told]
+    whose = f"rank {rank} of 2 has {len(part)} of the model's {len(whole)} tensors"
+    assert whose in warning and "pipe.save('model.safetensors')" in warning
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
+    for name, tensor in part.items():
+        assert torch.equal(read[name], tensor)
+    assert pipe.load_state_dict(read) == ([], [])  # where it came from
+    parts: list[Any] = [None, None]
+    dist.all_gather_object(parts, dict(read))
+    pipe.load_state_dict({**parts[0], **parts[1]})
+    read.popitem() if rank else None
+    with refused(ModelError, "rank 1: the state dict is a part", "rank 1 of 2 has"):
+        pipe.load_state_dict(read)
+    with refused(RuntimeError, "Missing key(s) in state_dict"):
+        model.load_state_dict(read)

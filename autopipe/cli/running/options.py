@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopipe.errors import AutopipeError
-from autopipe.terminal.paths import check_file
+from autopipe.terminal.paths import as_asked, check_file
 from autopipe.util import atomic_file
 
 if TYPE_CHECKING:
@@ -73,6 +73,17 @@ class TrainingOptions:
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Go on even if the loss is nan or infinite.")
     ] = False
+
+    def check(self) -> None:
+        """Refuse a seed that torch's generators do not take.
+
+        Raises:
+            AutopipeError: names the seed.
+        """
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise AutopipeError(
+                f"--seed {self.seed} has more than 64 bits", hint="any number from 0 to 2**64 - 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,23 @@ class Outputs:
         log_every: steps from one logged step to the next; None: each is logged.
         snapshot: the step of which GPUs' memory is written down.
     """
+
+    def as_asked(self) -> Outputs:
+        """The same where a model file has called `os.chdir` since."""
+        to = self.metrics
+        return Outputs(
+            save=self.save and as_asked(self.save),
+            record=self.record and as_asked(self.record),
+            trace=self.trace and as_asked(self.trace),
+            metrics=replace(
+                to,
+                file=to.file and as_asked(to.file),
+                tensorboard=to.tensorboard and as_asked(to.tensorboard),
+            ),
+            log_every=self.log_every,
+            snapshot=self.snapshot
+            and replace(self.snapshot, folder=as_asked(self.snapshot.folder)),
+        )
 
     save: Path | None
     record: Path | None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopipe.terminal.console import say
-from autopipe.terminal.paths import relative
+from autopipe.terminal.paths import as_asked, relative
 from autopipe.util import atomic_file, codec, numbers
 
 if TYPE_CHECKING:
@@ -41,12 +41,13 @@ def planned_anew(
         from autopipe.frontend import model_file
         from autopipe.planners.driver.replan import replan
 
-        made = replan(plan, model_file.load(source), nodes, relative(source, folder.resolve()), say)
-        made.save(path)
+        there = relative(source, folder.resolve())
+        made = replan(plan, model_file.load(source), nodes, there, say)
+        made.save(as_asked(path))
         mesh = made.mesh
         say(
             f"{path}: planned anew for {numbers.count(size, 'device')} in the place of "
             f"{len(plan.mesh.places)}: tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp}"
         )
-    atomic_file.wait_for(path, TIMEOUT)
-    return Plan.load(path)
+    atomic_file.wait_for(as_asked(path), TIMEOUT)
+    return Plan.load(as_asked(path))

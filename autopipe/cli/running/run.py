@@ -17,7 +17,7 @@ from autopipe.cli.running.replanned import planned_anew
 from autopipe.cli.running.summary import INTERRUPTED, telling_what_is_lost
 from autopipe.terminal import console
 from autopipe.terminal.commands import PlanArgument, command
-from autopipe.terminal.paths import model_source, say_edits
+from autopipe.terminal.paths import model_source, say_edits, standing
 from autopipe.util.gc_pause import loading
 
 
@@ -44,6 +44,7 @@ def run(
     with telling_what_is_lost(keeps=keeps), voice.one_voice(world, debug=console.debug()):
         loaded = Plan.load(plan)
         checkpoints.check()
+        training.check()
         outputs = output.checked(loaded, training.steps, leads=leads, resume=checkpoints.resume)
         start.check(started_here=start.local is not None or pod is not None)
         source = training.model or model_source(loaded, plan, "run")
@@ -51,6 +52,7 @@ def run(
         if pod is not None:
             raise typer.Exit(ranks.start_pod(pod, loaded, forwarded, start.log_dir))
         if checkpoints.replan and checkpoints.folder is not None:
+            source = standing(source)
             loaded = planned_anew(loaded, source, world, start.local, checkpoints.folder)
         ranks.check(start.local, world, loaded, plan)
         if world is None and start.starts_ranks:

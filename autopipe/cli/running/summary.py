@@ -51,10 +51,16 @@ def report(
 ) -> None:
     """Print a run's measurements beside the plan's predictions, and its losses.
 
+    It is what a run does last: an error of a trace or a checkpoint is raised here, after the model
+    was saved.
+
     Args:
         save: the path to which the model was saved.
         checkpoints: the folder in which the last step is kept.
         quiet: print no table and no optional messages.
+
+    Raises:
+        AutopipeError: the trace, or the last checkpoint, could not be written.
     """
     from autopipe.report import paper
     from autopipe.report.figures import compare
@@ -80,7 +86,7 @@ def report(
                 f"the fullest GPU: tensors held {amount.of(measured.gpu.allocated)} at most, what "
                 f"ops make on the way among them; torch reserved {amount.of(measured.gpu.reserved)}"
             )
-    if trace is not None:
+    if trace is not None and measured.unwritten is None:
         say(f"{trace}: open it at https://ui.perfetto.dev")
     if save is not None and measured.losses:
         say(f"{save}: the trained model, as safetensors")
@@ -89,3 +95,5 @@ def report(
     elif not quiet:
         say("the trained weights are not kept; --save FILE.safetensors does that")
     print(f"loss {figure(measured.losses[0])} -> {figure(measured.losses[-1])}", flush=True)
+    if measured.unwritten is not None:
+        raise measured.unwritten

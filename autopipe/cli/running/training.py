@@ -20,7 +20,7 @@ from autopipe.runtime.step.pipe import Pipe
 from autopipe.runtime.train import Measured, train
 from autopipe.terminal import console
 from autopipe.terminal.console import say, tell
-from autopipe.terminal.paths import relative
+from autopipe.terminal.paths import as_asked, relative
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
         norm = check_norm(training.max_grad_norm, "--max-grad-norm")
         file = replace(file, max_grad_norm=norm)
     pipe = _split(plan, file, training)
-    leads = pipe.place.rank == 0
+    leads, outputs = pipe.place.rank == 0, outputs.as_asked()
     if leads:
         for line in file.since_planning(plan):
             tell(line)
@@ -49,7 +49,7 @@ def run(
     saving = None
     if checkpoints.folder is not None:
         saving = Keeping(
-            checkpoints.folder,
+            as_asked(checkpoints.folder),
             every=checkpoints.save_every,
             keep=checkpoints.keep,
             resume=checkpoints.resume,
@@ -72,6 +72,7 @@ def run(
         snapshot=outputs.snapshot,
     )
     if measured.stopped:
+        _check_written(measured)
         return
     if not measured.losses and pipe.steps and leads:
         say(f"all {pipe.steps} steps were made already")
@@ -88,11 +89,18 @@ def run(
             checkpoints.folder,
             quiet=console.quiet(),
         )
+    _check_written(measured)
+
+
+def _check_written(measured: Measured) -> None:
+    """Raise the error of what could not be written, once all else was."""
+    if measured.unwritten is not None:
+        raise measured.unwritten
 
 
 def _split(plan: Plan, file: ModelFile, training: TrainingOptions) -> Pipe:
     """This rank's part of the model, with the weights that the run begins with."""
-    given = training.weights
+    given = training.weights and as_asked(training.weights)
     build, weights = file.start() if given is None else (file.model, given)
     return parallelize(
         build,

@@ -143,3 +143,11 @@ def test_names_that_the_model_has_not(tmp_path: Path) -> None:
         f"{folder}: holds no 'up.weight', which the model has as [2, 3]\n"
         "hint: of its 2 names the nearest is 'up.gain'"
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_quantized_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Bug: codes were taken for the weights, without their scales."""
+    folder = saved(tmp_path, {**STORED, "up.weight": STORED["up.weight"].to(dtype)})
+    with pytest.raises(ModelError, match=r"'up\.weight' is stored in .*int8|float8.*quantized"):
+        found(folder)

@@ -74,3 +74,14 @@ def test_what_is_trained_stays_so(parts: bool) -> None:
     model.student.bias.requires_grad_(False)
     with pytest.raises(ModelError, match=r"'student.bias' was trained .* and is frozen now"):
         watch.check()
+
+
+def test_a_ranks_own_parameter_that_is_frozen() -> None:
+    """Bug: rows of it, as ZeRO has them, were trained on: the module's own was as it had been."""
+    rows = nn.Parameter(torch.ones(2, 4))
+    watch = MovedFrozen([Taught()], parts=True, trained={"student.weight": rows})
+    watch.note()
+    watch.check()
+    rows.requires_grad_(False)
+    with pytest.raises(ModelError, match="'student.weight' was trained when .* is frozen now"):
+        watch.check()

@@ -64,10 +64,33 @@ def test_after_the_trained_weights_were_loaded(read: Read, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_copy_is_free(read: Read, tmp_path: Path) -> None:
+def test_after_a_part_of_the_trained_weights_was_loaded(read: Read, tmp_path: Path) -> None:
+    """As by `model.load_state_dict(pipe.state_dict(), strict=False)` of a pipeline's rank."""
+    model, stale = guarded()
+    part = {"0.weight": torch.zeros(4, 4)}
+    stale.note()
+    model.load_state_dict(part, strict=False)
+    with pytest.raises(ModelError, match="called, saved"):
+        read(model, tmp_path)
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_copy_from_before_is_free(read: Read, tmp_path: Path) -> None:
     """As of the weights to begin with, to compare with."""
     model, stale = guarded()
     before = copy.deepcopy(model)
     stale.note()
     read(before, tmp_path)
-    read(copy.deepcopy(model), tmp_path)
+    read(copy.deepcopy(before), tmp_path)
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_copy_from_later_is_none_of_the_trained_module(read: Read, tmp_path: Path) -> None:
+    """As `best = copy.deepcopy(model)`, which would be what training began with."""
+    model, stale = guarded()
+    stale.note()
+    later = copy.deepcopy(model)
+    with pytest.raises(ModelError, match="called, saved"):
+        read(later, tmp_path)
+    later.load_state_dict(guarded()[0].state_dict())
+    read(later, tmp_path)
