@@ -17,7 +17,7 @@ from torch import nn
 from autopipe.eager.contents import content_of, is_as, measure, put_back, raised
 from autopipe.eager.counts import AHEAD, Counts
 from autopipe.errors import ModelError
-from tests.support.odd_models import Net, built, inputs, planned, refusal
+from tests.support.odd_models import Net, built, inputs, planned, refusal, unlike
 
 SCHEDULE = {0: 1.0, 40: 2.0}
 
@@ -345,11 +345,25 @@ class AsksForAParameter(Net):
         return self.middle(hidden) + hidden[hidden[:, 0] > 0].sum()
 
 
+def test_a_part_is_taken_without_the_line_that_asks_for_a_parameter():
+    """Parameters of a part that runs as it is are plain tensors; the line before it is traced."""
+    assert unlike(built(AsksForAParameter)) == []
+
+
+class AsksForAnOrigin(Net):
+    def inside(self, hidden):
+        return self.middle(hidden) + self.some(hidden)
+
+    def some(self, hidden):
+        assert type(hidden.grad_fn).__name__ == "ReluBackward0"
+        return hidden[hidden[:, 0] > 0].sum()
+
+
 def test_what_the_users_code_raises_in_the_graph_is_no_traceback():
-    """Parameters of a part that runs as it is are plain tensors."""
+    """What a part that runs as it is gets is the first of its graph."""
     said = "the graph of the model fails where the model does not: AssertionError"
-    assert said in refusal(AsksForAParameter)
-    assert said in refusal(built(AsksForAParameter))
+    assert said in refusal(AsksForAnOrigin)
+    assert said in refusal(built(AsksForAnOrigin))
 
 
 class WithAHandler(Net):

@@ -211,6 +211,7 @@ class SetsRarely(Net):
         return hidden + hidden[hidden[:, 0] > 0.1].sum() * 0.1
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("how", ["number", "tensor", "items", "norm.training", "a list"])
 def test_what_it_sets_for_the_first_time_is_an_error_of_that_micro_batch(how):
     """Bug: the code after it went on with the value that it was traced with."""

@@ -245,7 +245,7 @@ class Divided(Net):
 ASKING = [Alone, Centred, Limited, Bessel, Divided]
 
 
-@pytest.mark.parametrize("kind", chosen(ASKING, now=(Alone, Limited, Bessel, Divided)))
+@pytest.mark.parametrize("kind", chosen(ASKING, now=(Alone, Bessel)))
 def test_a_question_whether_there_is_one_row_is_heard(kind: type[Net]) -> None:
     """Bug: micro-batches of one row were computed as those of more, without a word."""
     line = f"test_fixed_rows.py:{kind.inside.__code__.co_firstlineno + 1}: "
