@@ -183,7 +183,7 @@ def load(source: str) -> ModelFile:
         torch.manual_seed(0)  # a loss's frozen part is the same on every rank
         found, factory = imported(source)
         drawn = seeding.places()
-    check_names(found, source, factory)
+    check_names(found, source)
     names = UserModule(found, source)
     build = names.required(factory, "", "builds the model", gives="nn.Module")
     inputs = names.required("inputs", "batch_size", "gives an example batch")

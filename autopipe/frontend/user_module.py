@@ -116,23 +116,24 @@ class UserModule:
         return found
 
 
-def check_names(names: Any, source: str, factory: str = "model") -> None:
-    """Refuse a name of the file's own that nothing in it uses, and that is nearly one of `NAMES`
+def check_names(names: Any, source: str) -> None:
+    """Refuse a name of a model file that nothing in it uses, and that is nearly one of `NAMES`
     which the file has not: it would be passed over, and something else trained.
 
-    Args:
-        factory: the function that builds the model.
+    A module of a package (`package.module:factory`) may have other names for the rest of it.
 
     Raises:
         ModelError: says which is meant.
     """
+    if ":" in source:
+        return
     try:
         data = Path(getattr(names, "__file__", None) or "").read_bytes()
         text = importlib.util.decode_source(data)
         tree, scope = ast.parse(text), symtable.symtable(text, source, "exec")
     except (OSError, SyntaxError, ValueError):  # no file has it, or only its byte code is there
         return
-    used = {*NAMES, factory, *_told_in(tree), *_read_in(scope)}
+    used = {*NAMES, *_told_in(tree), *_read_in(scope)}
     absent = [name for name in NAMES[2:] if not hasattr(names, name)]  # two are required anyway
     for name, line in _defined_in(tree):
         meant = None if name in used else _meant(name)

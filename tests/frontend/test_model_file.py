@@ -103,6 +103,11 @@ def test_a_name_that_is_nearly_one(line: str, meant: str) -> None:
         load(SMALLEST, more)
 
 
+def test_a_module_of_a_package_may_have_them_for_the_rest_of_it() -> None:
+    Path("own_trainer.py").write_text(f"{SMALLEST}\n\ndef build_optimizer(model): ...\n")
+    assert model_file.load("own_trainer:model").optimizer is None
+
+
 @pytest.mark.parametrize(
     "line",
     [
