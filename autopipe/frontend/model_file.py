@@ -183,10 +183,10 @@ def load(source: str) -> ModelFile:
         torch.manual_seed(0)  # a loss's frozen part is the same on every rank
         found, factory = imported(source)
         drawn = seeding.places()
-    check_names(found, source)
     names = UserModule(found, source)
     build = names.required(factory, "", "builds the model", gives="nn.Module")
     inputs = names.required("inputs", "batch_size", "gives an example batch")
+    check_names(found, source)
     batches, length = names.any("batches"), None
     called = batches is None or callable(batches)
     if not called:

@@ -16,7 +16,8 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor, far: bool = False) -> torch.Tensor:
         bend = torch.relu if far else torch.tanh
-        made = self.down(bend(self.up(self.norm(x)) * mask))
+        read = x * 1 if self.in_place else x  # a norm keeps what it reads, which must stay as it is
+        made = self.down(bend(self.up(self.norm(read)) * mask))
         return x.add_(made) if self.in_place else x + made
 
 
