@@ -105,9 +105,11 @@ class Variables:
         for block in blocks:
             home = block.prefix
             nodes = graph.nodes[block.first : block.stop]
-            # The first block may get no gradient of its input, or have a frozen weight.
-            carrying = tuple(value in model.carrying for node in nodes for value in node.values())
-            kind = block.kind, carrying
+            read = [value for node in nodes for value in node.values()]
+            # The first block may get no gradient of its input, or have a frozen weight; and it may
+            # begin with a view of what was written in place before it.
+            carrying = tuple(value in model.carrying for value in read)
+            kind = block.kind, carrying, tuple(value in model.fixed for value in read)
             seen[kind] += 1
             for offset, node in enumerate(nodes):
                 self.nodes[node.name] = (kind, offset)

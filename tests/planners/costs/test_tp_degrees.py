@@ -22,6 +22,8 @@ from autopipe.planners.costs.tp_degrees import (
     move_seconds,
     sending_seconds,
 )
+from autopipe.sharding.functionalize import out_of_place
+from autopipe.sharding.strategies import check_possible
 from autopipe.tracing.traced import Trace
 from tests.support.inprocess import machine
 from tests.support.staged import trace_model, traced
@@ -205,6 +207,46 @@ def test_blocks_are_alike_in_which_a_tensor_is_filled_slice_by_slice() -> None:
         return dict(degree.sharding.states)
 
     assert found(by_slices=True) == found(by_slices=False)
+
+
+class WrittenBefore(nn.Module):
+    """Some of what the blocks read is written in place, as T5Gemma 2 does where a picture ends; its
+    first block begins with a view of that: a cast to the dtype that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.end = nn.Embedding(512, 64), nn.Parameter(torch.ones(64))
+        self.layers = nn.Sequential(*(Casting() for _ in range(8)))
+        self.head = nn.Linear(64, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x) * 2
+        hidden.copy_(torch.where((x == 3)[..., None], self.end, hidden))
+        return cast(Tensor, self.head(self.layers(hidden))).square().mean()
+
+
+class Casting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = x.float()
+        normal = read * torch.rsqrt(read.pow(2).mean(-1, keepdim=True))
+        return x + self.down(self.up(normal).tanh())
+
+
+def test_a_block_that_views_what_is_written_before_it_is_of_a_class_of_its_own() -> None:
+    """Bug: it got the strategies of the others, and the plan was refused as one that computes
+    something else."""
+    trace = trace_model(
+        WrittenBefore(), lambda rows: {"x": torch.zeros(rows, 24, dtype=torch.long)}
+    )
+    sharding = degree_of(trace, 2).sharding
+    assert sharding is not None
+    assert {"layers.0.up/linear/0", "layers.1/to/0"} <= sharding.nodes.keys()
+    assert "layers.0/to/0" not in sharding.nodes
+    check_possible(analyse(out_of_place(trace.graph)), sharding)
 
 
 @pytest.mark.parametrize("precision, itemsize", [("fp32", 4), ("bf16-autocast", 2)])
