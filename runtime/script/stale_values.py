@@ -56,6 +56,7 @@ class _Left:
     ) -> Any:
         call = (func, types, args, kwargs or {})
         asked = getattr(getattr(func, "__self__", None), "__name__", "")
+        # `super` is the tensor class that a subclass of this one names beside it
         name, result = getattr(func, "__name__", ""), super().__torch_function__  # type: ignore[misc]
         if within_package():
             return result(*call)
@@ -89,6 +90,7 @@ class _LeftTensor(_Left, Tensor):
 
 def _plain(parameter: nn.Parameter) -> Tensor:
     """Its values, without what refuses to read them."""
+    # torch gives this function no types
     return nn.Parameter.__torch_function__(Tensor.detach, (), (parameter,), {})  # type: ignore[no-any-return, no-untyped-call]
 
 

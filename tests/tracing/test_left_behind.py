@@ -85,15 +85,9 @@ class InBytes(Leaves):
         return self.number[0]
 
 
-class InAnArray(Leaves):
+class InAnArray(InBytes):
     def begin(self):
         self.number = array.array("d", [1.0])
-
-    def leave(self, number):
-        self.number[0] = number
-
-    def found(self):
-        return self.number[0]
 
 
 class InAQueue(Leaves):

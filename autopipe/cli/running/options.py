@@ -214,10 +214,18 @@ class Outputs:
         snapshot: the step of which GPUs' memory is written down.
     """
 
+    save: Path | None
+    record: Path | None
+    trace: Path | None
+    metrics: Destinations
+    log_every: int | None
+    snapshot: MemorySnapshot | None
+
     def as_asked(self) -> Outputs:
         """The same where a model file has called `os.chdir` since."""
         to = self.metrics
-        return Outputs(
+        return replace(
+            self,
             save=self.save and as_asked(self.save),
             record=self.record and as_asked(self.record),
             trace=self.trace and as_asked(self.trace),
@@ -226,14 +234,6 @@ class Outputs:
                 file=to.file and as_asked(to.file),
                 tensorboard=to.tensorboard and as_asked(to.tensorboard),
             ),
-            log_every=self.log_every,
             snapshot=self.snapshot
             and replace(self.snapshot, folder=as_asked(self.snapshot.folder)),
         )
-
-    save: Path | None
-    record: Path | None
-    trace: Path | None
-    metrics: Destinations
-    log_every: int | None
-    snapshot: MemorySnapshot | None
