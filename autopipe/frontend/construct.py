@@ -202,6 +202,7 @@ class _OnCPU(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self._until = ExitStack()
+        self._had_default = torch.get_default_device() != _CPU
         if torch.get_default_device().type in self.kinds:
             self._until.enter_context(_CPU)
         self._default = torch.get_default_device()
@@ -209,7 +210,8 @@ class _OnCPU(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
-        if torch.get_default_device() != self._default:
+        # A script's `set_default_device("cuda")` reads the CPU here, and stays all the same.
+        if not self._had_default or torch.get_default_device() != self._default:
             torch.set_default_device(None)  # that of code which trains by itself
         self._until.close()
 

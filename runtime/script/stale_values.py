@@ -124,10 +124,12 @@ def _has(values: Iterable[Any]) -> bool:
 
 
 def _callers() -> Iterator[str]:
-    """The modules whose code runs, from the innermost on, without this one."""
+    """The modules whose code runs, from the innermost on, without this one and without modes that
+    pass a call on, as `torch.set_default_device` begins one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not (name := frame.f_globals.get("__name__", "")).startswith(_HERE):
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(_HERE) and frame.f_code.co_name != "__torch_function__":
             yield name
         frame = frame.f_back
 

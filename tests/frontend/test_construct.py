@@ -363,6 +363,7 @@ def test_the_default_device_of_a_script_is_not_left_behind(kind: str) -> None:
     model = build_fake(build)
     assert torch.get_default_device() == torch.zeros(1).device == torch.device("cpu")
     assert model.weight.device == torch.device("cpu")
+    assert not torch.overrides.has_torch_function((torch.zeros(1),)), "a mode of torch is left"
 
 
 @pytest.mark.parametrize("keep", [in_an_attribute, as_numbers, in_a_list])

@@ -74,6 +74,15 @@ def test_what_it_is_may_be_asked() -> None:
     optimizer.step()  # `updates` tells of it
 
 
+def test_passed_over_where_a_default_device_is_set() -> None:
+    """Bug: `model.zero_grad()` was refused, for the mode of the device stood between."""
+    model, weight = left()
+    with torch.device("cpu"):
+        model.zero_grad()
+        with pytest.raises(ModelError, match="was read after training has begun"):
+            weight.norm()
+
+
 def test_a_write_is_found_later() -> None:
     """By `copied`, which says that this rank trains a copy."""
     _, weight = left()
