@@ -122,6 +122,18 @@ def pytest_collection_finish() -> None:
     garbage.rarely()
 
 
+@pytest.fixture(autouse=True)
+def _torch_is_left_as_it_was() -> Iterator[None]:
+    """What a test leaves switched on decides over tests that come after it in its process."""
+    yield
+    if torch := sys.modules.get("torch"):
+        assert not torch.overrides.has_torch_function((torch.empty(0),)), "a mode is left"
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        assert torch.get_default_dtype() == torch.float32
+        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.fixture
 def autopipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
