@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopipe.frontend import batch as batches
-from autopipe.frontend import row_length
+from autopipe.batch import row_length
+from autopipe.batch.cut import some_rows, two_rows
+from autopipe.batch.tree import flatten
 from autopipe.frontend.loss import Loss
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.placements import Sharding
@@ -34,8 +35,8 @@ def split_to_evaluate(
         PlanError: a stage would need parameters of another one.
     """
     plan = part.plan
-    example = batches.some_rows(batch, plan.inputs, plan.traced_rows)
-    length = row_length.length_in(plan.inputs, batches.flatten(batch))
+    example = some_rows(batch, plan.inputs, plan.traced_rows)
+    length = row_length.length_in(plan.inputs, flatten(batch))
     found = trace_source(
         model,
         example,
@@ -62,13 +63,12 @@ def split_at_length(
         PlanError: a stage would need parameters of another one.
     """
     plan = part.plan
-    rows = batches.two_rows(batch, plan.inputs)
+    rows = two_rows(batch, plan.inputs)
     local = rank_trace(traces.at(length, rows), plan, part.place.tp, sharding, other=True)
     return split_for_evaluation(local, part.split, f"with rows of {length} tokens")
 
 
-def traces_at_lengths(model: Source, loss: Loss | None, plan: Plan) -> AtLengths:
-    """The traces of a planned model for rows that are shorter than planned."""
-    example = batches.from_specs(plan.inputs, 2)
-    how = kept_by(plan)
-    return AtLengths(model, plan.inputs, example, loss, how, plan.reads)
+def traces_at_lengths(model: Source, example: Any, loss: Loss | None, plan: Plan) -> AtLengths:
+    """The traces of a planned model for rows that are shorter than those of the example batch."""
+    rows, how = two_rows(example, plan.inputs), kept_by(plan)
+    return AtLengths(model, plan.inputs, rows, loss, how, plan.reads)

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopipe.batch.description import count_rows
+from autopipe.batch.digest import digest
+from autopipe.batch.tree import Leaf, flatten
 from autopipe.errors import ModelError
-from autopipe.frontend import batch as batches
 from autopipe.frontend.model_file import ModelFile
 from autopipe.runtime.checkpoint.plain import fence, like, plain
 from autopipe.runtime.step.pipe import Pipe
@@ -193,7 +195,7 @@ class Feed:
         if batch is _END:
             return ENDED
         try:
-            return batches.rows_of(self._pipe.plan.inputs, batches.flatten(batch))
+            return count_rows(self._pipe.plan.inputs, flatten(batch))
         except ModelError:
             return UNFIT
 
@@ -219,9 +221,9 @@ class Feed:
         """
         dp = self._pipe.plan.mesh.dp
         if self._apart:
-            leaves = batches.flatten(batch)
+            leaves = flatten(batch)
             varied = any(_varied(leaf) for leaf in leaves.values())
-            marks = self._all([batches.fingerprint(leaves), varied]).tolist()
+            marks = self._all([digest(leaves), varied]).tolist()
             for shard, (mark, is_varied) in enumerate(marks):
                 twin = next((n for n in range(shard) if marks[n][0] == mark and is_varied), None)
                 if twin is not None:
@@ -277,6 +279,6 @@ def _set_random_states(states: Sequence[Any]) -> None:
         torch.set_rng_state(of_torch)
 
 
-def _varied(leaf: batches.Leaf) -> bool:
+def _varied(leaf: Leaf) -> bool:
     """Whether a tensor has different entries; equal shards of a constant are no mistake."""
     return isinstance(leaf, Tensor) and leaf.numel() > 1 and bool((leaf != leaf.flatten()[0]).any())

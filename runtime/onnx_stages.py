@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from autopipe.batch.cut import two_rows
 from autopipe.errors import AutopipeError
-from autopipe.frontend import batch as batches
 from autopipe.frontend.model_file import ModelFile
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.graph import READ_OP, Graph, Ref, resolve, shape_at
@@ -94,9 +94,9 @@ def write_stages(
 
 def _cut(file: ModelFile, plan: Plan) -> tuple[Trace, Sequence[Stage]]:
     """The model in evaluation mode with its own outputs, and its stages by the plan's cuts."""
-    training = trace_planned(file.model, None, file.loss, plan)
+    training = trace_planned(file.model, file.example_for(plan), file.loss, plan)
     split = split_as_planned(training.trace, plan)
-    example = batches.from_specs(plan.inputs, 2)
+    example = two_rows(training.example, plan.inputs)
     found = trace_source(file.model, example, plan.inputs, file.loss, training=False, outputs=True)
     stages = split_for_evaluation(RankTrace(found, find_blocks(found.graph)), split).once
     return found, stages

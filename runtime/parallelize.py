@@ -94,7 +94,8 @@ def parallelize(
     replicas = replicas_of_last_stage(part, joined.backend)
     rank = Rank(part, checked.compute, transport, held, checked.emitted, replicas)
     evaluation = partial(split_to_evaluate, model, loss, part, sharding)
-    at_length = partial(split_at_length, traces_at_lengths(model, loss, plan), part, sharding)
+    shorter = traces_at_lengths(model, traced.example, loss, plan)
+    at_length = partial(split_at_length, shorter, part, sharding)
     clipping = Clipping(
         held.gradients,
         sharding,

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopipe.batch.cut import some_rows
+from autopipe.batch.tree import from_specs, has_own
 from autopipe.errors import LaunchError, ModelError
-from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss
 from autopipe.ir.dataflow import written_states
 from autopipe.ir.graph import StateSpec
@@ -172,12 +173,18 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
     rows = plan.traced_rows
     example = inputs(rows) if callable(inputs) else inputs
     if example is None:
-        example = batches.from_specs(plan.inputs, rows)
+        example = from_specs(plan.inputs, rows)
     else:
-        example = batches.some_rows(example, plan.inputs, rows)
+        example = some_rows(example, plan.inputs, rows)
     try:
         traced = trace_as_planned(model, skeleton, example, loss, plan)
     except ModelError as error:
+        if inputs is None and has_own(plan.inputs):
+            error.hint = (
+                "batches have containers of your own classes, in whose place a plan has plain "
+                "ones: parallelize(model, plan, inputs=batch) is given one to trace with"
+            )
+            raise
         planned = f"is it {plan.source or 'the model of the plan'}, as it was planned?"
         error.hint = planned if error.hint is None else f"{planned} if so: {error.hint}"
         raise

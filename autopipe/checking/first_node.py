@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from autopipe.batch.cut import slice_rows
+from autopipe.batch.tree import flatten
 from autopipe.checking.compare import TensorRow, off
 from autopipe.checking.comparison import FirstNode
 from autopipe.checking.random_ops import RandomNodes, drawing, random_nodes
 from autopipe.checking.subject import SEED
 from autopipe.checking.unsplit import built
 from autopipe.eager.assigned_buffers import buffers_of
-from autopipe.frontend import batch as batches
 from autopipe.frontend.model_file import ModelFile
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
@@ -110,7 +111,7 @@ def _in_forward(traced: Trace, plan: Plan, file: ModelFile, batch: Any) -> tuple
     """The first node whose result plain PyTorch never has, in the first module that differs."""
     graph = traced.graph
     rows = plan.batch.microbatch_rows(plan.mesh.dp)
-    part = batches.slice_rows(plan.inputs, batches.flatten(batch), 0, rows)
+    part = slice_rows(plan.inputs, flatten(batch), 0, rows)
     eager = _eager(plan, file, part, batch, random_nodes(traced))
     results = _by_nodes(traced, plan, file, part, rows)
     calls: dict[str, list[int]] = defaultdict(list)

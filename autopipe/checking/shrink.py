@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.batch.tree import Leaf, flatten, rebuild
 from autopipe.checking.subject import SEED, Smaller
-from autopipe.frontend import batch as batches
 from autopipe.frontend.construct import Factory, build_fake
 from autopipe.frontend.model_file import ModelFile
 from autopipe.frontend.transformers_adapter import initialiser, narrowed
@@ -143,7 +143,7 @@ def _double(tensor: Tensor) -> Tensor:
 
 def shorter(batch: Any, length: int) -> Any:
     """A batch whose rows have at most `length` tokens; 0, or no tokens: as it is."""
-    before = tokens(batches.flatten(batch))
+    before = tokens(flatten(batch))
     if not 0 < length < before:
         return batch
 
@@ -157,12 +157,12 @@ def shorter(batch: Any, length: int) -> Any:
 
 
 def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    leaves = batches.flatten(batch)
+    leaves = flatten(batch)
     changed = {p: change(leaf) if isinstance(leaf, Tensor) else leaf for p, leaf in leaves.items()}
-    return batches.rebuild(batch, changed)
+    return rebuild(batch, changed)
 
 
-def tokens(leaves: dict[str, batches.Leaf]) -> int:
+def tokens(leaves: dict[str, Leaf]) -> int:
     """Tokens of a row: the second dim of whole numbers [rows, length]; 1: there are none."""
     found = (
         leaf.shape[1]

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from autopipe.batch.tree import flatten
 from autopipe.checking.fit import Degrees, smaller_models
 from autopipe.checking.shrink import shrunk, skeleton, tokens
 from autopipe.checking.subject import Smaller
 from autopipe.errors import ModelError
-from autopipe.frontend import batch as batches
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
 from autopipe.util.progress import Say
@@ -60,7 +60,7 @@ def sized(
         AutopipeError: nothing fits, or the cases that fit cannot be planned.
     """
     error: ModelError | None = None
-    length = tokens(batches.flatten(file.inputs(2)))
+    length = tokens(flatten(file.inputs(2)))
     for smaller, degrees in smaller_models(partial(skeleton, file), few, length):
         try:
             plan = make_plan(smaller, degrees)

@@ -56,7 +56,9 @@ def run_rank(folder: Path) -> None:
     random.seed(subject.SEED)
     torch.manual_seed(subject.SEED)
     with compiled_by(job.backend):
-        pipe = parallelize(file.model, plan, loss=file.loss, seed=subject.SEED)
+        pipe = parallelize(
+            file.model, plan, inputs=file.example_for(plan), loss=file.loss, seed=subject.SEED
+        )
         optimizer = optimizer_for(pipe, file)
         found = [_step(pipe, optimizer, batch) for batch in batches]
     torch.save(found, folder / f"rank{pipe.place.rank}.pt")

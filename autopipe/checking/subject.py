@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autopipe.frontend.batch import flatten, of_specs
+from autopipe.batch.tree import flatten, of_specs, rebuild
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
 from autopipe.tracing.symbolic_sequence import shorter
@@ -78,9 +78,15 @@ def write(folder: Path, subject: CheckJob, plan: Plan, file: ModelFile) -> None:
     torch.save(batches, folder / "batches.pt")
 
 
-def read(folder: Path) -> tuple[CheckJob, Plan, list[Any]]:
-    """The subject, the plan and a batch for each step."""
+def read(folder: Path, file: ModelFile | None = None) -> tuple[CheckJob, Plan, list[Any]]:
+    """The subject, the plan and a batch for each step, in the containers of the file's `inputs`;
+    without a file in plain ones."""
     subject = codec.load(CheckJob, folder / "subject.json", root="subject")
     plan = Plan.load(folder / "plan.json")
     leaves = torch.load(folder / "batches.pt", weights_only=False)
-    return subject, plan, [of_specs(plan.inputs, tensors) for tensors in leaves]
+    make = file.example_for(plan) if file is not None else None
+    if make is None:
+        return subject, plan, [of_specs(plan.inputs, tensors) for tensors in leaves]
+    with torch.random.fork_rng(devices=[]):
+        example = make(plan.batch.rows)
+    return subject, plan, [rebuild(example, tensors) for tensors in leaves]

@@ -73,7 +73,7 @@ class TwoSides:
         with TemporaryDirectory(prefix="autopipe-check-") as name:
             folder = Path(name)
             subject.write(folder, job, plan, self.case.file)
-            drawn = subject.read(folder)[2]
+            drawn = subject.read(folder, self.case.file)[2]
             if plan.loss_over == BATCH:
                 check_statistics(plan, self._traced.graph)
             try:
@@ -90,8 +90,8 @@ class TwoSides:
 
     @cached_property
     def _traced(self) -> Trace:
-        file = self.case.file
-        return trace_planned(file.model, None, file.loss, self.case.plan).trace
+        file, plan = self.case.file, self.case.plan
+        return trace_planned(file.model, file.example_for(plan), file.loss, plan).trace
 
     def _nodes(self) -> RandomNodes:
         return random_nodes(self._traced)

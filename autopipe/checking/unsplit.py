@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.batch.cut import slice_rows
+from autopipe.batch.tree import flatten
 from autopipe.checking.random_ops import RandomNodes, Unmatched, drawing
 from autopipe.checking.subject import SEED
 from autopipe.eager.assigned_buffers import buffers_of, put
 from autopipe.eager.holders import holders_of, tensors_of
 from autopipe.errors import ModelError
-from autopipe.frontend import batch as batches
 from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
 from autopipe.ir.graph import Graph
@@ -153,7 +154,7 @@ class Unsplit:
             program = Program(
                 self.model, batch, self._file.loss, plan.inputs, kept=kept, eager=True
             )
-            leaves = batches.flatten(batch)
+            leaves = flatten(batch)
             # Of all replicas already, as a batch of one replica's own is.
             every = Microbatches(plan, leaves, 0, rows, dp * count, sharded=True)
             weights = self._weights.of(every)
@@ -161,7 +162,7 @@ class Unsplit:
                 self._restore(self._of_replicas[replica])
                 of_replica: dict[str, Tensor] = {}
                 for k in range(replica * count, (replica + 1) * count):
-                    part = batches.slice_rows(plan.inputs, leaves, k * rows, (k + 1) * rows)
+                    part = slice_rows(plan.inputs, leaves, k * rows, (k + 1) * rows)
                     results.append(self._micro_batch(program, part, k, weights.loss(k) * scale))
                     _add(of_replica, self._take_gradients())
                 self._of_replicas[replica] = self._snapshot()

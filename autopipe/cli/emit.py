@@ -30,7 +30,15 @@ def emit(
     source = model or model_source(loaded, plan, "emit")
     there = relative(source, output.resolve())
     file = model_file.load(source)
-    write(file.model, loaded, as_asked(output), loss=file.loss, source=there, force=force)
+    write(
+        file.model,
+        loaded,
+        as_asked(output),
+        inputs=file.example_for(loaded),
+        loss=file.loss,
+        source=there,
+        force=force,
+    )
     processes = len(loaded.mesh.places)
     say(f"run it: torchrun --nproc-per-node {processes} {output / 'train.py'}")
     print(output)

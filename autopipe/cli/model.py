@@ -16,13 +16,13 @@ from autopipe.util.gc_pause import loading
 def trace(model: ModelArgument) -> None:
     """Print the model's graph: the nodes that a plan names."""
     with loading():
-        from autopipe.frontend import batch
+        from autopipe.batch.description import describe
         from autopipe.frontend import model_file as modelfile
         from autopipe.tracing.source import trace_source
 
     file = modelfile.load(model)
     example = file.inputs(2)
-    specs = batch.describe(example, file.inputs(3), 2, 3)
+    specs = describe(example, file.inputs(3), 2, 3)
     print(trace_source(file.model, example, specs, file.loss).graph)
 
 

@@ -10,14 +10,16 @@ The folder is written under a temporary name and renamed, so it is whole or abse
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from autopipe.batch.tree import from_specs
 from autopipe.emit.stage_code import Surroundings, stage_code
 from autopipe.errors import PlanError
-from autopipe.frontend import batch
 from autopipe.frontend.loss import Loss
 from autopipe.ir.opaque_ops import COND_OP
 from autopipe.ir.torch_private import fake_mode
@@ -41,6 +43,7 @@ def emit(
     plan: Plan,
     folder: Path,
     *,
+    inputs: Callable[[int], Any] | None = None,
     loss: Loss | None = None,
     source: str | None = None,
     force: bool = False,
@@ -49,6 +52,7 @@ def emit(
 
     Args:
         model: as given to `parallelize`; no weights are made.
+        inputs: makes an example batch of given rows; None: it is made from the plan.
         loss: as given to `plan`.
         source: the model file's path relative to `folder`; None: the plan's `source`.
         force: replace an existing folder and all its contents.
@@ -78,7 +82,7 @@ def emit(
     contents = {
         "plan.json": codec.dumps(plan),
         "programs.txt": programs_text(plan, step),
-        **stages(model, plan, loss),
+        **stages(model, plan, loss, inputs),
         "train.py": train_text(plan),
     }
     with atomic_file.folder(folder) as beside:
@@ -86,7 +90,9 @@ def emit(
             atomic_file.write(text, beside / name)
 
 
-def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
+def stages(
+    model: Source, plan: Plan, loss: Loss | None, inputs: Callable[[int], Any] | None = None
+) -> dict[str, str]:
     """The Python text of each stage's module, by file name.
 
     Raises:
@@ -99,7 +105,8 @@ def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
             hint="run the plan as it is: autopipe run",
         )
     skeleton = bare(model)
-    example = batch.from_specs(plan.inputs, plan.traced_rows)
+    rows = plan.traced_rows
+    example = from_specs(plan.inputs, rows) if inputs is None else inputs(rows)
     traced = trace_as_planned(model, skeleton, example, loss, plan)
     for node in traced.graph.nodes:
         if node.op == COND_OP:
@@ -235,6 +242,7 @@ def main(
     pipe = autopipe.parallelize(
         file.model,
         plan,
+        inputs=file.example_for(plan),
         loss=file.loss,
         weights=weights,
         seed=seed,

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from autopipe.batch.tree import has_own
 from autopipe.errors import ModelError
 from autopipe.frontend import hf_folder, user_lines
 from autopipe.frontend.optimizer import (
@@ -79,6 +80,11 @@ class ModelFile:
         if hf_folder.lacks(self.weights, self.model):
             return self.loaded, None
         return self.model, self.weights
+
+    def example_for(self, plan: Plan) -> Callable[[int], Any] | None:
+        """`inputs` if only it makes the batches that the model was planned with, whose containers
+        are of a user's classes; None: the plan's description is enough."""
+        return self.inputs if has_own(plan.inputs) else None
 
     @property
     def sharded(self) -> bool:

@@ -31,7 +31,7 @@ class InputSpec:
     `shape` whose entries are integers or expressions in `b`, the rows of a micro-batch, and a
     `batch_dim` (None: every micro-batch gets the whole tensor). Integer tensors carry the bounds
     seen while tracing. A leaf that is no tensor has `dtype` "python" and its `value`. `within` are
-    the containers it stands in (`dict`, `list`, `named x y`), where `path` does not tell them.
+    its containers (`list`, `named x y`, a dataclass's `fields x y`), if `path` does not tell them.
     """
 
     path: str

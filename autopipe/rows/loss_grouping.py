@@ -23,8 +23,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from autopipe.batch import row_length
+from autopipe.batch.cut import slice_rows
+from autopipe.batch.tree import flatten
 from autopipe.errors import ModelError
-from autopipe.frontend import batch, row_length
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.user_lines import begins
 from autopipe.ir.dataflow import Dataflow, analyse
@@ -125,8 +127,8 @@ def _why_unchecked(
         return f"at {ROWS} rows its last part takes {needed / 2**20:.0f} MiB"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the same batch each time, and so the same answer
-        leaves = batch.flatten(example(2 * ROWS))
-    first, second = (batch.slice_rows(traced.inputs, leaves, n, n + ROWS) for n in (0, ROWS))
+        leaves = flatten(example(2 * ROWS))
+    first, second = (slice_rows(traced.inputs, leaves, n, n + ROWS) for n in (0, ROWS))
     draws = max(2, min(MOST_DRAWS, MOST_BYTES // max(needed, 1)))
     tried: list[tuple[Leaves, int, str]] = [(first, draws, "")]
     if labels is None:
@@ -136,7 +138,7 @@ def _why_unchecked(
         holes = leaving_out(first, read) if not traced.reads else []
         tried += [(holed, 2, " and a batch of which masks leave some out") for holed in holes]
     for rows, draws, holes_text in tried:
-        halves = [batch.slice_rows(traced.inputs, rows, n, n + HALF) for n in (0, HALF)]
+        halves = [slice_rows(traced.inputs, rows, n, n + HALF) for n in (0, HALF)]
         try:
             unequal = _unequal(tail, rows, halves, labels, draws)
         except RowsUnknown as why:

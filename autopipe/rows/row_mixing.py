@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autopipe.frontend import batch
+from autopipe.batch.cut import slice_rows
+from autopipe.batch.tree import flatten
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse, is_random
 from autopipe.ir.graph import (
@@ -142,8 +143,8 @@ def _whole(traced: Trace, example: Callable[[int], Any]) -> _Whole | None:
     flow = analyse(shorten(analyse(graph), find_blocks(graph)).graph)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        leaves = batch.flatten(example(ROWS))
-    halves = [batch.slice_rows(traced.inputs, leaves, n, n + HALF) for n in (0, HALF)]
+        leaves = flatten(example(ROWS))
+    halves = [slice_rows(traced.inputs, leaves, n, n + HALF) for n in (0, HALF)]
     whole = _Whole(flow, loss_nodes(flow).last, leaves, halves)
     return None if _large(_part(flow, whole.before(whole.ends))) else whole
 

@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from autopipe.frontend import batch
+from autopipe.batch.tree import Leaf
 from autopipe.ir.graph import (
     REGION_OP,
     Arg,
@@ -42,7 +42,7 @@ ROWS = 4
 
 HALF = ROWS // 2
 
-Leaves: TypeAlias = Mapping[str, batch.Leaf]
+Leaves: TypeAlias = Mapping[str, Leaf]
 Make: TypeAlias = Callable[..., Tensor]
 Draw: TypeAlias = Callable[[Value, TensorSpec], Tensor]
 

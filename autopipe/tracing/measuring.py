@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.batch.cut import slice_rows
+from autopipe.batch.description import count_rows
 from autopipe.eager import second_run
 from autopipe.eager.assigned_buffers import as_before, buffers_of, frozen_as_before
 from autopipe.eager.counts import Counts
@@ -19,7 +21,6 @@ from autopipe.eager.draws import Generators
 from autopipe.eager.frozen import numbered
 from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError
-from autopipe.frontend import batch as batches
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
@@ -69,7 +70,7 @@ class Measuring:
         eager = Program(
             model, program.batch, program.loss, self.specs, kept=program.kept, eager=True
         )
-        rows = batches.rows_of(self.specs, self.leaves)
+        rows = count_rows(self.specs, self.leaves)
         ends = [self._alone(row, rows) for row in (0, rows - 1)]
         negated = {path: _negated(leaf) for path, leaf in self.leaves.items()}
         other_rows = [] if self.others is None else [self._with(self.others())]
@@ -118,7 +119,7 @@ class Measuring:
 
     def _alone(self, row: int, count: int) -> dict[str, Any]:
         """A batch of the same row, `count` times."""
-        return self._joined([batches.slice_rows(self.specs, self.leaves, row, row + 1)] * count)
+        return self._joined([slice_rows(self.specs, self.leaves, row, row + 1)] * count)
 
     def _joined(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A batch of the rows of several ones."""
@@ -220,7 +221,7 @@ class Measuring:
 
     def _fills(self, eager: Program) -> bool:
         """Whether other rows give the same in a second run as in a first one."""
-        count = batches.rows_of(self.specs, self.leaves)
+        count = count_rows(self.specs, self.leaves)
         last_row = self._alone(count - 1, count)
         others = last_row if self.others is None else self._with(self.others())
         with restoring(*eager.parts):

@@ -21,9 +21,9 @@ from typing import Any
 import sympy
 from torch import Tensor, nn
 
+from autopipe.batch import row_length
+from autopipe.batch.tree import flatten, rebuild
 from autopipe.errors import CaptureError, ModelError
-from autopipe.frontend import batch as batches
-from autopipe.frontend import row_length
 from autopipe.frontend.loss import Loss
 from autopipe.ir.graph import SEQUENCE, Arg, Graph, TensorSpec, at_sequence
 from autopipe.planfile.parts import InputSpec, Read
@@ -172,7 +172,7 @@ class AtLengths:
 
 def shorter(example: Any, specs: Sequence[InputSpec], length: int) -> Any:
     """A batch of this description with only the first `length` tokens of every row."""
-    leaves, longest = batches.flatten(example), row_length.length_of(specs)
+    leaves, longest = flatten(example), row_length.length_of(specs)
     assert longest is not None, "a batch without a sequence has one length"
     for spec in row_length.lengthened(specs, longest):
         leaf = leaves[spec.path]
@@ -180,4 +180,4 @@ def shorter(example: Any, specs: Sequence[InputSpec], length: int) -> Any:
             if isinstance(leaf, Tensor) and entry == str(SEQUENCE):
                 leaf = leaf.narrow(number, 0, length)
         leaves[spec.path] = leaf
-    return batches.rebuild(example, leaves)
+    return rebuild(example, leaves)

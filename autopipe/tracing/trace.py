@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from autopipe.batch.arguments import forward_arguments
+from autopipe.batch.tree import flatten
 from autopipe.eager import refused_effects
-from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss, check_arguments
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import Region
@@ -43,7 +44,7 @@ def trace(
 
     Args:
         batch: an example batch of at least two rows.
-        specs: the batch's description (`frontend.batch.describe`).
+        specs: the batch's description (`batch.description.describe`).
         loss: `loss(outputs, batch)`; None takes a scalar output or an output's `.loss`.
         training: trace in training mode; False traces evaluation.
         reads: the recorded reads of an earlier trace, to be replayed; None: record them now.
@@ -63,8 +64,8 @@ def trace(
         CaptureError: the model cannot be captured; the message names the user's line.
         ModelError: the inputs do not fit the model, or the loss takes other arguments.
     """
-    leaves = batches.flatten(batch)
-    batches.bind(model, batch, loss)
+    leaves = flatten(batch)
+    forward_arguments(model, batch, loss)
     check_arguments(loss)
     if model.training != training:  # a model in training keeps what parts of it are set to
         model.train(training)
@@ -88,7 +89,7 @@ def trace(
         regions=tuple(regions),
         symbolic=symbolic,
         say=say or (lambda line: None),
-        others=others and (lambda: tensors_of(batches.flatten(others()), specs)),
+        others=others and (lambda: tensors_of(flatten(others()), specs)),
         # A buffer may be read in 16 bits instead: making weights takes far longer than a look.
         dtypes_first=kept is not None,
     )

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopipe.batch.description import count_rows
 from autopipe.eager.kept import caches_put_back, without_values
 from autopipe.errors import CaptureError, ModelError, OtherBranch
-from autopipe.frontend import batch as batches
 from autopipe.frontend import refusals
 from autopipe.ir import check
 from autopipe.ir.graph import SEQUENCE, arguments
@@ -236,7 +236,7 @@ class Tracer:
             unsteady=found.unsteady,
             caches=frozenset(found.caches),
             regions=tuple(running.region for running in graph.regions.values()),
-            rows=None if self.symbolic else batches.rows_of(self.specs, self.leaves),
+            rows=None if self.symbolic else count_rows(self.specs, self.leaves),
             asks_for_gpus=tuple(sorted(found.asks_for_gpus)),
             asks_for_one_row=tuple(sorted(found.asks_for_one_row)),
             kept=self.kept,

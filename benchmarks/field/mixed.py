@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autopipe.batch.cut import two_rows
+from autopipe.batch.description import describe
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.tp_groups import tp_groups
-from autopipe.frontend import batch
 from autopipe.frontend.measured_optimizer import optimizer_factor
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.cut_points import find_units
@@ -54,8 +55,8 @@ def compare(
 ) -> Compared:
     """The best plan for a mixed cluster, and the best one for as many of its slowest device."""
     example = inputs(2)
-    specs = batch.describe(example, inputs(3), 2, 3)
-    two = batch.two_rows(example, specs)
+    specs = describe(example, inputs(3), 2, 3)
+    two = two_rows(example, specs)
     traced = trace_source(model, two, specs, None, kept=KEPT.get(precision))
     flow, blocks = analyse(traced.graph), find_blocks(traced.graph)
     units = find_units(flow, blocks, at_least=1)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.frontend import batch as batches
+from autopipe.batch.cut import slice_rows
+from autopipe.batch.tree import flatten
 from autopipe.ir.dataflow import analyse
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
@@ -86,7 +87,7 @@ def dealt_out(plan: Plan, trace: Trace, model: nn.Module, batch: Any) -> Result:
     sharding = read_back(plan)
     whole = simulated.states_of(trace, model)
     rows, count = plan.batch.microbatch_rows(1), plan.batch.micro_batches
-    leaves = batches.flatten(batch)
+    leaves = flatten(batch)
 
     def run(rank: int) -> tuple[list[Tensor], dict[str, Tensor]]:
         split = split_as_planned(trace, plan, rank, sharding)
@@ -96,7 +97,7 @@ def dealt_out(plan: Plan, trace: Trace, model: nn.Module, batch: Any) -> Result:
         module = lower(graph, stage, split.blocks, own, reads, rows, last=True).module
         losses = []
         for k in range(count):
-            of_it = batches.slice_rows(trace.inputs, leaves, k * rows, (k + 1) * rows)
+            of_it = slice_rows(trace.inputs, leaves, k * rows, (k + 1) * rows)
             with stream(0, 0, k):
                 loss = module(*(of_it[path].clone() for path in stage.inputs))[0]
                 loss.backward(torch.full_like(loss, 1 / count))

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopipe.batch.cut import slice_rows
+from autopipe.batch.tree import flatten, rebuild
 from autopipe.cluster.cluster import Cluster
-from autopipe.frontend import batch as batches
 from autopipe.ir.dataflow import is_random
 from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import Graph
@@ -286,10 +287,10 @@ class Doubled(Tried):
 def micro_batches(specs: Sequence[InputSpec], given: Model) -> list[Any]:
     """The micro-batches of a step, as batches of the model."""
     batch = given.inputs(ROWS * MICRO_BATCHES)
-    leaves = batches.flatten(batch)
+    leaves = flatten(batch)
     cuts = range(0, ROWS * MICRO_BATCHES, ROWS)
-    parts = (batches.slice_rows(specs, leaves, begin, begin + ROWS) for begin in cuts)
-    return [batches.rebuild(batch, part) for part in parts]
+    parts = (slice_rows(specs, leaves, begin, begin + ROWS) for begin in cuts)
+    return [rebuild(batch, part) for part in parts]
 
 
 def unsplit(

@@ -23,11 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.batch.cut import two_rows
+from autopipe.batch.tree import flatten
 from autopipe.eager.assigned_buffers import as_before, buffers_of, put
 from autopipe.eager.counts import FURTHER, Counts
 from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError
-from autopipe.frontend import batch, unwritten
+from autopipe.frontend import unwritten
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.refusals import on_every_rank, on_later_rows, reason
 from autopipe.frontend.transformers_adapter import eager_branches
@@ -121,11 +123,11 @@ def check_at_lengths(
     if not others:
         return
     specs = traced.inputs
-    two_rows = batch.two_rows(example, specs)
-    traces = AtLengths(request.model, specs, two_rows, request.loss, request.sixteen_bits)
+    pair = two_rows(example, specs)
+    traces = AtLengths(request.model, specs, pair, request.loss, request.sixteen_bits)
     with phase("tracing other lengths", of=len(others)) as done:
         for length in others:
-            rows = shorter(two_rows, specs, length)
+            rows = shorter(pair, specs, length)
             trace = traces.at(length, rows)
             check(replace(request, inputs=rows), skeleton, trace, rows, say)
             done()
@@ -273,7 +275,7 @@ def _outcome(
     outcome = Outcome()
     for number, rows in enumerate(batches, first):
         weights.move(number, outcome.gradients[-1] if outcome.gradients else {})
-        leaves = batch.flatten(rows)
+        leaves = flatten(rows)
         inputs = [leaves[spec.path] for spec in run.specs if spec.dtype != "python"]
         with run.numbers():
             results = run.run(*(leaf.clone() for leaf in inputs if isinstance(leaf, Tensor)))

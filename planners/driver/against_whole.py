@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.batch.cut import slice_rows
+from autopipe.batch.tree import flatten
 from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.errors import AutopipeError, ModelError
-from autopipe.frontend import batch
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse, is_random
 from autopipe.ir.graph import Graph, shape_at
@@ -61,7 +62,7 @@ def check(
         return
     with torch.random.fork_rng(devices=[]), one_thread(), torch.no_grad():
         torch.manual_seed(0)
-        leaves = batch.flatten(example(ROWS))
+        leaves = flatten(example(ROWS))
         model = None
         if request.precision not in KEPT:
             model = with_weights(request, skeleton, traced.graph)
@@ -116,7 +117,7 @@ def _in_two(
     }
     parts = []
     for first in (0, half):
-        inputs = {**batch.slice_rows(traced.inputs, leaves, first, first + half), **seeds}
+        inputs = {**slice_rows(traced.inputs, leaves, first, first + half), **seeds}
         results = lowered.module(*(_tensor(inputs[path]).clone() for path in lowered.stage.inputs))
         parts.append(results[1:])
     joined = {

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopipe.batch import row_length
+from autopipe.batch.cut import slice_rows, some_rows
+from autopipe.batch.description import count_rows, describe
+from autopipe.batch.tree import flatten, rebuild
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.measured import Need
 from autopipe.cluster.spec import LocalSpec, parse
 from autopipe.errors import AutopipeError, ModelError, ScheduleError
-from autopipe.frontend import batch, row_length
 from autopipe.planfile.consistency import ZERO
 from autopipe.planfile.contents import LOSS_OVER
 from autopipe.planfile.parts import TRANSFERS, InputSpec
@@ -201,12 +204,12 @@ def example_of(inputs: Any) -> tuple[Any, list[InputSpec]]:
     """
     if callable(inputs):
         example, other = inputs(2), inputs(3)
-        return example, batch.describe(example, other, 2, 3)
-    leaves = batch.flatten(inputs)
+        return example, describe(example, other, 2, 3)
+    leaves = flatten(inputs)
     first = next((t for t in leaves.values() if isinstance(t, Tensor) and t.ndim), None)
     if first is None:
         raise ModelError("inputs hold no tensor with a dim, so there are no rows to split")
-    return inputs, batch.describe(inputs, None, first.shape[0], 0)
+    return inputs, describe(inputs, None, first.shape[0], 0)
 
 
 def lengths_of(inputs: Any, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -238,7 +241,7 @@ def lengths_of(inputs: Any, lengths: Sequence[int]) -> tuple[int, ...]:
 
 def rows_of(inputs: Any, example: Any, specs: Sequence[InputSpec], devices: int) -> int:
     """Rows of the whole batch: those of an example; for a function 8 (the default) a device."""
-    example_rows = None if callable(inputs) else batch.rows_of(specs, batch.flatten(example))
+    example_rows = None if callable(inputs) else count_rows(specs, flatten(example))
     return example_rows or ROWS_PER_DEVICE * devices
 
 
@@ -309,7 +312,7 @@ def examples(inputs: Any, example: Any, specs: Sequence[InputSpec]) -> Callable[
     """A function that makes a batch of given rows: `inputs` itself, or it repeats the example."""
 
     def batch_of(rows: int) -> Any:
-        return inputs(rows) if callable(inputs) else batch.some_rows(example, specs, rows)
+        return inputs(rows) if callable(inputs) else some_rows(example, specs, rows)
 
     return batch_of
 
@@ -317,12 +320,12 @@ def examples(inputs: Any, example: Any, specs: Sequence[InputSpec]) -> Callable[
 def second(inputs: Any, example: Any, specs: Sequence[InputSpec], rows: int = ROWS) -> Any:
     """A batch of the second `rows` rows; of the first ones if there are no others."""
     source = inputs(2 * rows) if callable(inputs) else example
-    leaves = batch.flatten(batch.some_rows(source, specs, 2 * rows))
-    return batch.rebuild(source, batch.slice_rows(specs, leaves, rows, 2 * rows))
+    leaves = flatten(some_rows(source, specs, 2 * rows))
+    return rebuild(source, slice_rows(specs, leaves, rows, 2 * rows))
 
 
 def two_batches(inputs: Any, example: Any, traced: Trace) -> list[Any]:
     """Two micro-batches: the traced one, and one of other rows if there are any."""
     specs, size = traced.inputs, traced.rows or ROWS
     first = example if traced.rows is None else examples(inputs, example, specs)(2 * size)
-    return [batch.some_rows(first, specs, size), second(inputs, example, specs, size)]
+    return [some_rows(first, specs, size), second(inputs, example, specs, size)]

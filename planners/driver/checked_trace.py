@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import nn
 
+from autopipe.batch.cut import some_rows, two_rows
+from autopipe.batch.row_length import at_length
 from autopipe.errors import RowsFixed
-from autopipe.frontend import batch
 from autopipe.frontend.loss import check_trained
-from autopipe.frontend.row_length import at_length
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.planfile.contents import BATCH
@@ -136,11 +136,11 @@ def _traced(
 
     def alone(size: int) -> Trace:
         more = examples(request.inputs, example, specs)(size)
-        return traced_on(batch.some_rows(more, specs, size), symbolic=False)
+        return traced_on(some_rows(more, specs, size), symbolic=False)
 
     try:
-        two_rows = batch.two_rows(example, specs)
-        found = traced_on(two_rows, others=others, lines_may_fix_rows=size is None)
+        pair = two_rows(example, specs)
+        found = traced_on(pair, others=others, lines_may_fix_rows=size is None)
         if found.asks_for_one_row and same_with_one_row(found.graph, partial(alone, 1)):
             return replace(found, asks_for_one_row=())
         if size != 1 or not found.asks_for_one_row:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from autopipe.batch import row_length
+from autopipe.batch.cut import two_rows
 from autopipe.errors import PlanError
-from autopipe.frontend import batch, row_length
 from autopipe.frontend.model_file import ModelFile
 from autopipe.ir import fingerprint
 from autopipe.ir.dataflow import analyse
@@ -66,14 +67,14 @@ def traced_again(plan: Plan, file: ModelFile) -> TracedAgain:
         PlanError: it is not the plan's.
     """
     example, specs = arguments.example_of(file.inputs)
-    two_rows = batch.two_rows(example, specs)
+    pair = two_rows(example, specs)
     dtypes = kept_by(plan)
-    lengths = trace_lengths(file.model, two_rows, specs, file.loss, dtypes)
+    lengths = trace_lengths(file.model, pair, specs, file.loss, dtypes)
     tokens = row_length.length_of(specs) or 0
     traced = TracedAgain(lengths.trace, tokens, lengths.why)
     if lengths.longest is not None and not _is_of(plan, traced):
         # A table as long as the row is read whole at full length, a different program.
-        fixed = trace_source(file.model, two_rows, specs, file.loss, kept=dtypes)
+        fixed = trace_source(file.model, pair, specs, file.loss, kept=dtypes)
         traced = TracedAgain(fixed, tokens, f"the model is another program at {tokens} tokens")
     if not _is_of(plan, traced):
         graph = traced.fixed().graph

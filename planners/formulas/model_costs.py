@@ -25,9 +25,9 @@ import numpy as np
 import sympy
 from numpy.typing import ArrayLike, NDArray
 
+from autopipe.batch.cut import two_rows
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.tp_groups import slowest_kind, tp_groups
-from autopipe.frontend import batch
 from autopipe.frontend.loss import Loss
 from autopipe.ir import op_costs
 from autopipe.ir.blocks import Block, find_blocks
@@ -174,8 +174,8 @@ def cost_formulas(
     arguments.refuse_unknown("precision", precision, PRECISIONS)
     example, specs = arguments.example_of(inputs)
     with phase("tracing"):
-        two_rows = batch.two_rows(example, specs)
-        traced = trace_lengths(model, two_rows, specs, loss, kept(precision))
+        pair = two_rows(example, specs)
+        traced = trace_lengths(model, pair, specs, loss, kept(precision))
     graph, blocks = traced.trace.graph, find_blocks(traced.trace.graph)
     if tp > 1:
         check_degree(graph, tp)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from autopipe.batch.digest import digest
 from autopipe.errors import ModelError
-from autopipe.frontend import batch as batches
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Place
 from autopipe.planfile.placements import OwnRows
@@ -88,7 +88,7 @@ class GivenStates:
         """Fingerprints of whole tensors, to compare with other ranks': not of what each replica
         writes for itself."""
         return {
-            name: batches.fingerprint({name: tensor})
+            name: digest({name: tensor})
             for name, tensor in fitting.items()
             if name not in self._states.written and not isinstance(tensor, DTensor)
         }

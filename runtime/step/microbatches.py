@@ -24,8 +24,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from autopipe.batch.cut import slice_rows
+from autopipe.batch.description import count_rows
+from autopipe.batch.tree import Leaf
 from autopipe.errors import ModelError
-from autopipe.frontend import batch as batches
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import shape_at
 from autopipe.ir.partition import Stage, partition
@@ -51,7 +53,7 @@ class Microbatches:
     """
 
     plan: Plan
-    leaves: Mapping[str, batches.Leaf]
+    leaves: Mapping[str, Leaf]
     first: int
     rows: int
     count: int
@@ -72,7 +74,7 @@ class Microbatches:
         invalidate tensors that others have saved.
         """
         start = self.first + k * self.rows
-        cut = batches.slice_rows(self.plan.inputs, self.leaves, start, start + self.rows)
+        cut = slice_rows(self.plan.inputs, self.leaves, start, start + self.rows)
         return [
             self.seeds[path][k] if path in self.seeds else _tensor(cut[path]).data.to(device)
             for path in stage.inputs
@@ -82,7 +84,7 @@ class Microbatches:
 def divide(
     plan: Plan,
     place: Place,
-    leaves: Mapping[str, batches.Leaf],
+    leaves: Mapping[str, Leaf],
     micro_batches: int | None,
     *,
     sharded: bool,
@@ -96,7 +98,7 @@ def divide(
     Raises:
         ModelError: the rows do not divide, or not into micro-batches of as many as the plan fixes.
     """
-    rows = batches.rows_of(plan.inputs, leaves)
+    rows = count_rows(plan.inputs, leaves)
     dp = 1 if sharded else plan.mesh.dp
     if plan.rows_fixed:
         micro_batches = micro_batches or max(rows // (dp * plan.traced_rows), 1)
@@ -222,6 +224,6 @@ def _check_even(counts: Sequence[tuple[float, ...]], place: str) -> None:
             )
 
 
-def _tensor(leaf: batches.Leaf) -> Tensor:
+def _tensor(leaf: Leaf) -> Tensor:
     assert isinstance(leaf, Tensor), "a stage's inputs are tensors; numbers are in the graph"
     return leaf

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopipe.batch.tree import flatten
 from autopipe.errors import AutopipeError
-from autopipe.frontend import batch as batches
 from autopipe.ir.graph import TensorSpec
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import StagePrediction
@@ -180,7 +180,7 @@ class Pipe(Kept):
         return loss
 
     def _step(self, batch: Any, sharded: bool, updates: tuple[int, int]) -> Tensor:
-        leaves, first = batches.flatten(batch), not self._compared
+        leaves, first = flatten(batch), not self._compared
         self.row_length = self._check_same(leaves, sharded=sharded, contents=first, updates=updates)
         wanted = self.plan.batch.micro_batches
         parts = divide(self.plan, self.place, leaves, wanted, sharded=sharded)
@@ -267,7 +267,7 @@ class Pipe(Kept):
             return self._evaluate(batch, sharded, outputs)
 
     def _evaluate(self, batch: Any, sharded: bool, outputs: bool) -> Tensor | tuple[Tensor, Any]:
-        leaves = batches.flatten(batch)
+        leaves = flatten(batch)
         self._check_same(leaves, sharded=sharded, contents=not self._evaluated, call="evaluate")
         self._evaluated = True
         split = self._prepared.split(batch, outputs)

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autopipe.frontend import batch as batches
-from autopipe.frontend import row_length
+from autopipe.batch import row_length
+from autopipe.batch.tree import flatten
 from autopipe.rows.least_rows import ONE, check_rows, least_rows, or_two
 from autopipe.runtime.step.executor import Executor
 from autopipe.runtime.step.microbatches import LabelWeights
@@ -60,7 +60,7 @@ class Ready:
         Raises:
             ModelError: the model cannot be run at this length; names the user's line.
         """
-        length = row_length.length_in(self._rank.part.plan.inputs, batches.flatten(batch))
+        length = row_length.length_in(self._rank.part.plan.inputs, flatten(batch))
         key = length, outputs
         if key not in self._splits:
             if outputs is not None:

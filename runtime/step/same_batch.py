@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopipe.batch import row_length
+from autopipe.batch.description import count_rows
+from autopipe.batch.digest import digest
+from autopipe.batch.tree import Leaf
 from autopipe.errors import LaunchError, ModelError, PlanError
-from autopipe.frontend import batch, row_length
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
 from autopipe.runtime.script.updates import NONE, OWN
@@ -88,7 +91,7 @@ def check_same(
     plan: Plan,
     place: Place,
     world: dist.ProcessGroup | None,
-    leaves: Mapping[str, batch.Leaf],
+    leaves: Mapping[str, Leaf],
     *,
     sharded: bool,
     contents: bool,
@@ -115,10 +118,10 @@ def check_same(
         return length
     refusal: ModelError | None = None
     try:
-        rows = batch.rows_of(plan.inputs, leaves)
+        rows = count_rows(plan.inputs, leaves)
     except ModelError as error:
         rows, refusal = -1, error
-    mark = batch.fingerprint(leaves, None if contents else SOME)
+    mark = digest(leaves, None if contents else SOME)
     gathered = _heard(plan, world, torch.tensor([CALLS.index(call), mark, rows, length, *updates]))
     columns: list[list[int]] = torch.stack(gathered).T.tolist()
     _, marks, rows_of, lengths, began, options = columns

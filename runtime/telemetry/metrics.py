@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopipe.frontend import batch as batches
-from autopipe.frontend import row_length
+from autopipe.batch import row_length
+from autopipe.batch.description import count_rows
+from autopipe.batch.tree import flatten
 from autopipe.planfile.contents import Plan
 
 
@@ -57,7 +58,7 @@ class Metrics:
 
 def rows_of(batch: Any, plan: Plan, *, sharded: bool) -> int:
     """The rows of a step's whole batch; `sharded`: `batch` is one replica's part of it."""
-    rows = batches.rows_of(plan.inputs, batches.flatten(batch))
+    rows = count_rows(plan.inputs, flatten(batch))
     return rows * plan.mesh.dp if sharded else rows
 
 

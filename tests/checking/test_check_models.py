@@ -29,6 +29,64 @@ def test_statistics_that_are_a_mean_over_all_batches(autopipe: Shell) -> None:
     assert [row["tensors"] for row in found if row["what"] == "buffers"] == [3, 3]
 
 
+OWN_CONTAINERS = """
+from collections import UserDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+class Entries(UserDict):
+    def __getattr__(self, name):
+        return self.data[name] if name in self.data else super().__getattribute__(name)
+
+class Answer(NamedTuple):
+    target: Tensor
+    scale: Tensor
+
+    def off(self, result):
+        return ((result - self.target) * self.scale[:, None]).square().mean()
+
+@dataclass(frozen=True)
+class Sample:
+    entries: Entries
+    answer: Answer
+
+    def masked(self, rows):
+        return rows * self.entries.mask[..., None]
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, sample):
+        assert isinstance(sample, Sample), "as plain PyTorch has it"
+        rows = self.table(sample.entries.ids)
+        for layer in self.layers:
+            rows = sample.masked(torch.tanh(layer(rows)))
+        return rows.mean(1)
+
+model = Net
+
+def inputs(rows):
+    entries = Entries(ids=torch.randint(16, (rows, 8)), mask=torch.ones(rows, 8))
+    return Sample(entries, Answer(torch.randn(rows, 8), torch.rand(rows)))
+
+def loss(result, sample):
+    return sample.answer.off(result)
+"""
+
+
+def test_a_batch_in_classes_of_the_file(autopipe: Shell) -> None:
+    """Bug: ranks traced with plain containers, which have none of the classes' methods."""
+    autopipe.write("net.py", OWN_CONTAINERS)
+    said = autopipe("check", "net.py", "--pp", "2")
+    assert said.code == 0, said.err
+
+
 CHOSEN = """
 import torch
 from torch import nn

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopipe.frontend import batch as batches
+from autopipe.batch.description import describe
 from autopipe.frontend.construct import fake_copy
 from autopipe.ir.fingerprint import fingerprint, first_difference, lines, trail
 from autopipe.tracing.trace import trace
@@ -77,7 +77,7 @@ def test_a_constant_that_equals_the_rows_is_no_batch():
 
     def fixed(rows):
         batch = {"x": torch.zeros(rows, 6, 16)}
-        specs = batches.describe({"x": torch.zeros(2, 6, 16)}, {"x": torch.zeros(3, 6, 16)}, 2, 3)
+        specs = describe({"x": torch.zeros(2, 6, 16)}, {"x": torch.zeros(3, 6, 16)}, 2, 3)
         return trace(fake_copy(Attention()), batch, specs, symbolic=False).graph
 
     assert fingerprint(fixed(6), fixed(5)) == fingerprint(same())

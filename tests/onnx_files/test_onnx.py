@@ -22,9 +22,9 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper, save
 from torch import Tensor, nn
 
 import autopipe as package
+from autopipe.batch.arguments import forward_arguments
 from autopipe.cli import check
 from autopipe.errors import ModelError
-from autopipe.frontend import batch as batches
 from autopipe.onnx_files.source import as_module
 from tests.support import warm
 from tests.support.shell import Shell
@@ -66,7 +66,7 @@ def test_the_zoo(tmp_path: Path, name: str) -> None:
     with torch.no_grad():
         for parameter in own.parameters():  # the exporter makes one of two that are equal
             parameter += 0.01 * torch.randn(parameter.shape)
-    args, kwargs = batches.bind(own, batch, case.loss)
+    args, kwargs = forward_arguments(own, batch, case.loss)
     exported(own, args, kwargs, tmp_path / "net.onnx")
     read = package.from_onnx(tmp_path / "net.onnx")
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopipe.frontend import batch as batches
+from autopipe.batch.description import describe
 from autopipe.frontend.construct import fake_copy
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.fingerprint import fingerprint
@@ -115,7 +115,7 @@ def test_a_rank_traces_the_same_graph_from_the_record_alone(kind):
     model = built(kind)
     traced = trace_model(model, inputs, square)
     batch = inputs(2)
-    specs = batches.describe(batch, inputs(3), 2, 3)
+    specs = describe(batch, inputs(3), 2, 3)
     how = {"reads": traced.reads, "regions": traced.regions}
     again = trace(fake_copy(model), batch, specs, square, **how)
     assert fingerprint(again.graph) == fingerprint(traced.graph)

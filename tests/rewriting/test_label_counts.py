@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import autopipe
 from autopipe import ModelError
-from autopipe.frontend import batch as batches
+from autopipe.batch.tree import flatten
 from autopipe.planfile.contents import Plan
 from autopipe.rewriting.label_counts import LabelCounts, label_counts
 from autopipe.runtime.step.microbatches import EVEN, LabelWeights, Microbatches
@@ -114,7 +114,7 @@ def test_labels_of_each_row_are_counted(loss: Loss, expected: list[int], plan: P
     """Counts, and what the losses of single rows are divided by."""
     found = of(loss)
     assert found is not None and not found.terms
-    parts = Microbatches(plan, batches.flatten(inputs(4)), first=0, rows=1, count=4)
+    parts = Microbatches(plan, flatten(inputs(4)), first=0, rows=1, count=4)
     weights, unit = LabelWeights(found, found).of(parts), LENGTH
     assert [unit * count for count in weights.counts] == pytest.approx(expected)
     divisors = [max(n, 1) + 1e-3 if loss is guarded else n for n in expected]
@@ -172,10 +172,10 @@ def test_terms_of_a_loss_are_told_apart(plan: Plan) -> None:
     found = of(loss)
     assert found is not None and found.terms and len(found.graph.outputs) == 2
     assert {node.short for node in found.graph.nodes} <= {"pad", "slice", "ne", "sum"}
-    one_row = Microbatches(plan, batches.flatten(inputs(1)), first=0, rows=1, count=1)
+    one_row = Microbatches(plan, flatten(inputs(1)), first=0, rows=1, count=1)
     assert LabelWeights(found, found).of(one_row) == EVEN
     with pytest.raises(ModelError, match="Micro-batch 0 has 5 labels, micro-batch 1 3"):
-        LabelWeights(found, found).of(replace(one_row, leaves=batches.flatten(inputs(2)), count=2))
+        LabelWeights(found, found).of(replace(one_row, leaves=flatten(inputs(2)), count=2))
 
 
 def test_a_sum_over_a_mask_divided_by_its_own_is_a_term_like_any_other(plan: Plan) -> None:
@@ -187,7 +187,7 @@ def test_a_sum_over_a_mask_divided_by_its_own_is_a_term_like_any_other(plan: Pla
 
     found = of(loss)
     assert found is not None and found.terms and len(found.graph.outputs) == 1
-    two = Microbatches(plan, batches.flatten(inputs(2)), first=0, rows=1, count=2)
+    two = Microbatches(plan, flatten(inputs(2)), first=0, rows=1, count=2)
     with pytest.raises(ModelError, match="Micro-batch 0 has 6 labels, micro-batch 1 4") as refused:
         LabelWeights(found, found).of(two)
     assert 'loss_over = "batch"' in str(refused.value.hint)

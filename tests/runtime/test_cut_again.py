@@ -47,7 +47,7 @@ def test_positions_that_are_sharded_are_whole_where_shorter_rows_are_cut_off() -
     trace = trace_source(Encoder, tokens(2), plan.inputs, loss)
     split = split_as_planned(trace, plan, 1, sharding)
     part: Any = SimpleNamespace(plan=plan, place=SimpleNamespace(tp=1), split=split)
-    traces = traces_at_lengths(Encoder, loss, plan)
+    traces = traces_at_lengths(Encoder, tokens(2), loss, plan)
     short = split_at_length(traces, part, sharding, tokens(4, 12), 12)
     (read,) = [node for node in short.graph.nodes if node.name == "slice/0"]
     assert read.outputs[0] is not None and read.outputs[0].shape == (12, 16)

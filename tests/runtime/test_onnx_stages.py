@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 import autopipe as package
+from autopipe.batch.arguments import forward_arguments
+from autopipe.batch.tree import flatten
 from autopipe.errors import AutopipeError
-from autopipe.frontend import batch as batches
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.onnx_stages import write_stages
@@ -51,7 +52,7 @@ def chained(folder: Path, inputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[
 def tensors(outputs: Any) -> dict[str, torch.Tensor]:
     """A model's outputs by the paths that the files give them."""
     if isinstance(outputs, torch.Tensor):
-        return {path: outputs for path in batches.flatten(outputs)}
+        return {path: outputs for path in flatten(outputs)}
     return {name: x for name, x in dict(outputs).items() if isinstance(x, torch.Tensor)}
 
 
@@ -65,9 +66,9 @@ def test_a_chain_gives_what_the_model_gives(
     write_stages(file, plan, tmp_path / "out", rows=3)
     batch = file.inputs(3)
     model = file.model().eval()
-    args, kwargs = batches.bind(model, batch, file.loss)
+    args, kwargs = forward_arguments(model, batch, file.loss)
     own = tensors(model(*args, **kwargs))
-    leaves = {path: leaf.numpy() for path, leaf in batches.flatten(batch).items()}
+    leaves = {path: leaf.numpy() for path, leaf in flatten(batch).items()}
     made = chained(tmp_path / "out", leaves)
     names = {path: f"output.{path}" if path in leaves else path for path in own}
     compared = [path for path in own if names[path] in made]

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
+import autopipe
+from autopipe.errors import ModelError
 from autopipe.planfile import programs
 from autopipe.runtime import start
 from autopipe.schedules.instructions import holders
 from autopipe.sharding import plan_io
 from autopipe.stages import bind
+from tests.support.inprocess import machine
 from tests.support.pipes import ZOO, piped, planned
 
 
@@ -51,6 +55,44 @@ def test_only_a_rank_on_a_gpu_uses_one(
     place = replace(plan.mesh.places[0], device=bound, local=2)
     joined = start.join(replace(plan, mesh=replace(plan.mesh, places=(place,))))
     assert (found, joined.device) == (used, torch.device(bound))
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def off(self, result: torch.Tensor) -> torch.Tensor:
+        return (result - self.y).square().mean()
+
+
+class OfPairs(nn.Linear):
+    def forward(self, pair: Pair) -> torch.Tensor:
+        return super().forward(pair.x)
+
+
+def pairs(rows: int) -> tuple[Pair]:
+    return (Pair(torch.randn(rows, 4), torch.randn(rows, 4)),)
+
+
+def off(result: torch.Tensor, batch: tuple[Pair]) -> torch.Tensor:
+    return batch[0].off(result)
+
+
+def test_containers_of_a_users_classes_are_asked_for() -> None:
+    """A plan has a named tuple's names, and not its methods."""
+
+    def model() -> nn.Module:
+        return OfPairs(4, 4)
+
+    plan = autopipe.plan(
+        model, pairs, loss=off, cluster=machine(1), batch_size=4, micro_batches=1, precision="fp32"
+    )
+    traced = start.trace_planned(model, pairs, off, plan)
+    assert [spec.within for spec in plan.inputs] == [("tuple", "named x y")] * 2
+    with pytest.raises(ModelError, match="'Batch' object has no attribute 'off'") as refused:
+        start.trace_planned(model, None, off, plan)
+    assert "parallelize(model, plan, inputs=batch)" in str(refused.value.hint)
+    assert type(traced.example[0]) is Pair
 
 
 def test_a_checked_plan_says_where_stages_stand() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe import Plan, PlanError, ScheduleError
-from autopipe.frontend import batch as batches
+from autopipe.batch.description import describe
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.partition import partition
@@ -258,7 +258,7 @@ def test_evaluation_is_cut_at_the_same_nodes(name: str) -> None:
 def test_evaluation_that_reaches_over_a_cut() -> None:
     """Out of training this model uses the last layer first."""
     case = Case(Turncoat, ZOO["linear"].inputs, entropy)
-    specs = batches.describe(case.inputs(2), case.inputs(3), 2, 3)
+    specs = describe(case.inputs(2), case.inputs(3), 2, 3)
     found, other = (
         trace_source(case.model, case.inputs(2), specs, case.loss, training=training)
         for training in (True, False)

@@ -20,50 +20,52 @@ MAY_IMPORT = {
     "interop": "util planfile report",
     "ir": "util cluster planfile",
     "onnx_files": "",
-    "frontend": "util planfile ir onnx_files",
+    "batch": "util planfile ir",
+    "frontend": "util planfile ir batch onnx_files",
     "eager": "planfile ir frontend",
     "sharding": "util cluster planfile ir",
     "rewriting": "util planfile ir frontend sharding",
     "opaque.calls": "util planfile ir frontend eager",
     "opaque": "opaque.calls util planfile ir frontend eager rewriting",
-    "tracing.capture": "util planfile ir frontend eager opaque.calls opaque rewriting",
-    "tracing": "tracing.capture util planfile ir frontend eager opaque.calls opaque rewriting",
-    "rows": "util planfile ir frontend rewriting tracing",
+    "tracing.capture": "util planfile ir batch frontend eager opaque.calls opaque rewriting",
+    "tracing": "tracing.capture util planfile ir batch frontend eager opaque.calls opaque "
+    "rewriting",
+    "rows": "util planfile ir batch frontend rewriting tracing",
     "stages": "util schedules planfile ir frontend tracing.capture tracing sharding rewriting rows",
     "joint": "util ir sharding stages",
-    "emit": "util schedules planfile ir frontend tracing sharding rewriting stages",
+    "emit": "util schedules planfile ir batch frontend tracing sharding rewriting stages",
     "planners.model": "cluster schedules planfile",
     "planners.search": "util schedules planfile planners.model",
     "runtime.launch": "util schedules",
     "runtime.comm": "schedules planfile sharding runtime.launch",
     "runtime.parameters": "util planfile ir frontend tracing sharding stages",
     "runtime.checkpoint": "util planfile ir runtime.parameters",
-    "runtime.script": "util planfile ir frontend eager tracing runtime.parameters "
+    "runtime.script": "util planfile ir batch frontend eager tracing runtime.parameters "
     "runtime.checkpoint",
-    "runtime.step": "util schedules planfile ir frontend sharding rewriting rows stages joint emit "
-    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script",
+    "runtime.step": "util schedules planfile ir batch frontend sharding rewriting rows stages "
+    "joint emit runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script",
     "runtime.probe": "util cluster sharding",
-    "runtime.telemetry": "util schedules planfile report frontend",
-    "runtime": "util schedules planfile ir frontend tracing.capture tracing sharding stages "
+    "runtime.telemetry": "util schedules planfile report batch",
+    "runtime": "util schedules planfile ir batch frontend tracing.capture tracing sharding stages "
     "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.script runtime.step "
     "runtime.telemetry",
     "planners.saved": "util ir stages joint planners.model",
     "planners.costs": "util cluster schedules planfile ir tracing sharding stages joint "
     "planners.model planners.saved",
-    "planners.driver": "util cluster schedules planfile report ir frontend eager tracing.capture "
-    "tracing sharding rewriting rows stages joint planners.model planners.search planners.costs "
-    "runtime.probe",
-    "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing.capture "
-    "tracing sharding rewriting rows stages joint planners.model planners.saved planners.costs "
-    "planners.driver",
-    "checking": "util cluster schedules planfile ir frontend eager opaque.calls opaque "
+    "planners.driver": "util cluster schedules planfile report ir batch frontend eager "
+    "tracing.capture tracing sharding rewriting rows stages joint planners.model planners.search "
+    "planners.costs runtime.probe",
+    "planners.formulas": "util cluster schedules planfile scaling ir batch frontend "
+    "tracing.capture tracing sharding rewriting rows stages joint planners.model planners.saved "
+    "planners.costs planners.driver",
+    "checking": "util cluster schedules planfile ir batch frontend eager opaque.calls opaque "
     "tracing.capture tracing sharding rewriting stages planners.driver runtime.launch runtime.step "
     "runtime",
     "terminal": "util planfile frontend runtime.launch",
     "cli.running": "terminal util planfile report frontend runtime.launch runtime.checkpoint "
     "runtime.telemetry runtime.step runtime planners.driver",
-    "cli": "cli.running terminal util schedules planfile report export interop frontend tracing "
-    "emit checking runtime.launch runtime.probe runtime.checkpoint runtime planners.driver "
+    "cli": "cli.running terminal util schedules planfile report export interop batch frontend "
+    "tracing emit checking runtime.launch runtime.probe runtime.checkpoint runtime planners.driver "
     "planners.formulas page",
 }
 """For each room the rooms that its files may import; all of them may import autopipe.errors."""

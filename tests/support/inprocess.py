@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.batch.cut import slice_rows
+from autopipe.batch.description import describe
+from autopipe.batch.tree import flatten, rebuild
 from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
 from autopipe.cluster.measured import DTYPES, KERNELS, Found
-from autopipe.frontend import batch as batches
 from autopipe.frontend.construct import build_fake
 from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
@@ -86,7 +88,7 @@ def measured(names: Iterable[str]) -> dict[str, Found]:
 def traced(name: str) -> tuple[Trace, Dataflow, tuple[Block, ...]]:
     """A model of the zoo as a graph."""
     case = ZOO[name]
-    specs = batches.describe(case.inputs(2), case.inputs(3), 2, 3)
+    specs = describe(case.inputs(2), case.inputs(3), 2, 3)
     found = kept(
         name,
         lambda: trace(build_fake(case.model), case.inputs(2), specs, case.loss, real=case.model),
@@ -201,9 +203,9 @@ def own_states(cut: Cut, stage: Stage, model: nn.Module) -> dict[str, Tensor]:
 
 def micro_batch(cut: Cut, batch: Batch, k: int) -> Any:
     """Micro-batch k of a batch, as a batch."""
-    leaves = batches.flatten(batch)
-    rows = batches.slice_rows(cut.specs, leaves, k * cut.rows, (k + 1) * cut.rows)
-    return batches.rebuild(batch, rows)
+    leaves = flatten(batch)
+    rows = slice_rows(cut.specs, leaves, k * cut.rows, (k + 1) * cut.rows)
+    return rebuild(batch, rows)
 
 
 def ready(
@@ -280,10 +282,10 @@ def step(
     training: bool = True,
 ) -> list[tuple[Tensor, ...]]:
     """One step of all ranks, each in its thread; the results of the last stage."""
-    leaves = batches.flatten(batch)
+    leaves = flatten(batch)
 
     def inputs_of(stage: Stage, k: int) -> list[Tensor]:
-        rows = batches.slice_rows(cut.specs, leaves, k * cut.rows, (k + 1) * cut.rows)
+        rows = slice_rows(cut.specs, leaves, k * cut.rows, (k + 1) * cut.rows)
         # A rank's own rows, as in a process of its own: the model may write them.
         return [rows[path].clone() for path in stage.inputs]  # type: ignore[misc]
 

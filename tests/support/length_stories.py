@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autopipe import ModelError, Pipe
-from autopipe.frontend import row_length
+from autopipe.batch import row_length
 from autopipe.runtime.step import ready
 from tests.support.models import LENGTH
 from tests.support.pipes import ZOO, close, drawn, piped, planned, refused, rows_of, story

@@ -12,7 +12,7 @@ from torch import nn
 
 import autopipe
 from autopipe import ModelError, Pipe
-from autopipe.frontend import batch as batches
+from autopipe.batch.arguments import forward_arguments
 from tests.support.long import sampled
 from tests.support.pipes import (
     ZOO,
@@ -55,7 +55,7 @@ def what_a_model_gives_in_evaluation() -> None:
     for name in sampled(("dataclass", "dict", "unet", "counted"), of=4):
         case, pipe = ZOO[name], piped(name, planned(name, 2, 1, 2))
         batch, model = case.inputs(4), case.model().eval()
-        args, kwargs = batches.bind(model, batch, case.loss)
+        args, kwargs = forward_arguments(model, batch, case.loss)
         with torch.no_grad():
             expected = model(*args, **kwargs)
         loss, found = pipe.evaluate(batch, outputs=True)

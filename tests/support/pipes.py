@@ -23,8 +23,11 @@ from torch.distributed.tensor import DTensor
 
 import autopipe
 from autopipe import Pipe, Plan
+from autopipe.batch.cut import slice_rows
+from autopipe.batch.description import describe
+from autopipe.batch.digest import digest
+from autopipe.batch.tree import flatten, rebuild
 from autopipe.cluster.cluster import Cluster
-from autopipe.frontend import batch as batches
 from autopipe.ir.graph import Graph
 from autopipe.planfile import programs
 from autopipe.planfile.placements import I, own_rows
@@ -102,7 +105,7 @@ def once() -> Iterator[None]:
     def shorter(model: Any, example: Any, specs: Any, *args: Any, **kwargs: Any) -> Trace:
         shapes = [spec.shape for spec in specs]
         name = f"{kwargs['original'].name_in_zoo} {kwargs.get('kept')} {shapes}"
-        name += f" {batches.fingerprint(batches.flatten(example))}, of other lengths"
+        name += f" {digest(flatten(example))}, of other lengths"
         return kept(name, lambda: trace(model, example, specs, *args, **kwargs))
 
     with (
@@ -207,9 +210,9 @@ def drawn(name: str, rows: int, number: int) -> Batch:
     """Another batch for each number: rows further down the zoo's."""
     case = ZOO[name]
     batch = case.inputs(rows * (number + 1))
-    specs = batches.describe(case.inputs(2), case.inputs(3), 2, 3)
-    leaves = batches.slice_rows(specs, batches.flatten(batch), rows * number, rows * (number + 1))
-    return batches.rebuild(batch, leaves)  # type: ignore[no-any-return]
+    specs = describe(case.inputs(2), case.inputs(3), 2, 3)
+    leaves = slice_rows(specs, flatten(batch), rows * number, rows * (number + 1))
+    return rebuild(batch, leaves)  # type: ignore[no-any-return]
 
 
 def rows_of(batch: Any, first: int, stop: int) -> Any:

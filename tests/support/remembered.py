@@ -26,7 +26,8 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from autopipe.frontend import batch as batches
+from autopipe.batch.digest import digest
+from autopipe.batch.tree import flatten
 from autopipe.ir.dataflow import Dataflow
 from autopipe.ir.graph import Graph
 from autopipe.ir.repeats import Short
@@ -127,7 +128,7 @@ def traces_remembered() -> Iterator[None]:
         if isinstance(model, nn.Module):
             return trace_source(model, example, specs, loss, **how)
         own = {name: value for name, value in how.items() if name not in ("skeleton", "say")}
-        seen = batches.fingerprint(batches.flatten(example))
+        seen = digest(flatten(example))
         asked = (model, loss, seen, f"{specs} {own}")
         if asked not in _TRACES:
             name = _name_in_zoo(model, loss, seen) if own.get("symbolic", True) else None
@@ -154,7 +155,7 @@ def _name_in_zoo(model: Source, loss: Any, seen: int) -> str | None:
     """The name of the zoo's model that is asked for with its own loss and an example of 2 rows."""
     for name, case in ZOO.items():
         if model == case.model and loss == case.loss:
-            own = batches.fingerprint(batches.flatten(case.inputs(2)))
+            own = digest(flatten(case.inputs(2)))
             return name if own == seen else None
     return None
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from autopipe.frontend import batch as batches
+from autopipe.batch.cut import slice_rows
+from autopipe.batch.description import count_rows, describe
+from autopipe.batch.tree import flatten, rebuild
 from autopipe.frontend.construct import fake_copy
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
@@ -33,7 +35,7 @@ from tests.support.zoo import ZOO
 def trace_model(model, inputs, loss=None, *, rows=(2, 3), **options):
     """Trace a real model by its skeleton. `inputs(rows)` makes a batch."""
     batch = inputs(rows[0])
-    specs = batches.describe(batch, inputs(rows[1]), *rows)
+    specs = describe(batch, inputs(rows[1]), *rows)
     options.setdefault("real", lambda: plain(model))
     options.setdefault("original", model)
     return trace(fake_copy(plain(model)), batch, specs, loss, **options)
@@ -77,11 +79,9 @@ class Step:
 
 def micro_batches(trace, batch, count):
     """The leaves of `count` micro-batches."""
-    leaves = batches.flatten(batch)
-    rows = batches.rows_of(trace.inputs, leaves) // count
-    return [
-        batches.slice_rows(trace.inputs, leaves, k * rows, (k + 1) * rows) for k in range(count)
-    ]
+    leaves = flatten(batch)
+    rows = count_rows(trace.inputs, leaves) // count
+    return [slice_rows(trace.inputs, leaves, k * rows, (k + 1) * rows) for k in range(count)]
 
 
 def eager_step(case, trace, batch, count):
@@ -89,7 +89,7 @@ def eager_step(case, trace, batch, count):
     model = case.model()
     losses = []
     for leaves in micro_batches(trace, batch, count):
-        loss = case.eager(model, batches.rebuild(batch, leaves))
+        loss = case.eager(model, rebuild(batch, leaves))
         losses.append(first(loss))
         losses[-1].backward(torch.ones_like(losses[-1]) / count)
     return Step.of(losses, model)
@@ -139,7 +139,7 @@ def staged_step(model, trace, batch, cuts, count, *, seeded=False, step=0):
     modules = None
     for k, leaves in enumerate(micro_batches(trace, batch, count)):
         if modules is None:
-            modules = lowered(trace, model, cuts, batches.rows_of(trace.inputs, leaves))
+            modules = lowered(trace, model, cuts, count_rows(trace.inputs, leaves))
         with stream(0, step, k) if seeded else nullcontext():
             losses.append(one_micro_batch(modules, leaves, 1 / count))
     return Step.of(losses, model)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.frontend import batch
+from autopipe.batch.description import describe
 from autopipe.frontend.construct import build_fake
 from autopipe.tracing.trace import trace
 from autopipe.tracing.traced import Trace
@@ -19,7 +19,7 @@ from tests.support.zoo import ZOO
 def from_constructor(name: str) -> Trace:
     """As `inprocess` and the pipes trace a model; `staged` does it from the model itself."""
     case = ZOO[name]
-    specs = batch.describe(case.inputs(2), case.inputs(3), 2, 3)
+    specs = describe(case.inputs(2), case.inputs(3), 2, 3)
     return trace(build_fake(case.model), case.inputs(2), specs, case.loss, real=case.model)
 
 

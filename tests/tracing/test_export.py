@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from autopipe.batch.description import describe
 from autopipe.errors import CaptureError
-from autopipe.frontend import batch as batches
 from autopipe.tracing.capture.program import Program
 from tests.support.autograd_functions import Double
 from tests.support.long import chosen
@@ -232,7 +232,7 @@ def test_nobody_fills_a_cache_for_decoding_unless_told_to(asked):
     small, large = ({**ZOO["llama"].inputs(rows)} for rows in (2, 3))
     if asked:
         small["use_cache"] = large["use_cache"] = True
-    program = Program(model, small, None, batches.describe(small, large, 2, 3))
+    program = Program(model, small, None, describe(small, large, 2, 3))
     program(*(value for value in small.values() if isinstance(value, torch.Tensor)))
     assert (made[0] is not None) == bool(asked)
     assert model.config.use_cache is True

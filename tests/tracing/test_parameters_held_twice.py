@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopipe.frontend.batch import describe
+from autopipe.batch.description import describe
 from autopipe.frontend.construct import build_fake
 from autopipe.tracing.trace import trace
 from tests.support.long import chosen

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopipe.frontend import batch
-from autopipe.frontend.row_length import length_of, lengthened
+from autopipe.batch.description import describe
+from autopipe.batch.row_length import length_of, lengthened
 from autopipe.ir.graph import SEQUENCE
 from autopipe.tracing.source import trace_source
 from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths, with_tokens
@@ -18,7 +18,7 @@ from tests.support.zoo import ZOO
 
 
 def described(inputs):
-    return batch.describe(inputs(2), inputs(3), 2, 3)
+    return describe(inputs(2), inputs(3), 2, 3)
 
 
 def whole(*shape: int) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autopipe.batch.description import describe
 from autopipe.errors import CaptureError, ModelError
-from autopipe.frontend import batch as batches
 from autopipe.frontend.construct import fake_copy
 from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import BATCH, Ref, State
@@ -79,7 +79,7 @@ def test_every_node_knows_the_line_it_came_from():
 def at_rows(case_or_model, inputs, loss, count):
     """A trace with the number of rows baked in, as a batch of `count` rows gives it."""
     batch = inputs(count)
-    specs = batches.describe(inputs(2), inputs(3), 2, 3)
+    specs = describe(inputs(2), inputs(3), 2, 3)
     skeleton = fake_copy(case_or_model)
     real = lambda: case_or_model  # noqa: E731
     return trace(skeleton, batch, specs, loss, symbolic=False, real=real).graph
@@ -332,7 +332,7 @@ def test_tracing_leaves_the_model_as_it_was(name):
 def test_a_skeleton_can_be_traced_again_and_gives_the_same():
     case = ZOO["unet"]
     skeleton = fake_copy(case.model())
-    specs = batches.describe(case.inputs(2), case.inputs(3), 2, 3)
+    specs = describe(case.inputs(2), case.inputs(3), 2, 3)
     first, second = (trace(skeleton, case.inputs(2), specs, case.loss).graph for _ in range(2))
     assert str(first) == str(second)
     assert skeleton.down[0][1].num_batches_tracked.item() == 0

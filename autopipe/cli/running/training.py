@@ -105,6 +105,7 @@ def _split(plan: Plan, file: ModelFile, training: TrainingOptions) -> Pipe:
     return parallelize(
         build,
         plan,
+        inputs=file.example_for(plan),
         loss=file.loss,
         weights=weights,
         seed=training.seed or 0,

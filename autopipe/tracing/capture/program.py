@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from autopipe.batch.arguments import forward_arguments
+from autopipe.batch.tree import flatten, rebuild
 from autopipe.eager import assigned_buffers, refused_effects, refused_modes
 from autopipe.eager.holders import Part
 from autopipe.eager.kept import left_by
 from autopipe.eager.registered import AsRegistered, copies_are_values, leaving_modules_alone
 from autopipe.errors import CaptureError
-from autopipe.frontend import batch as batches
 from autopipe.frontend import refusals, user_lines
 from autopipe.frontend.construct import off_gpus, still_real
 from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss, plain_tree
@@ -158,8 +159,8 @@ class Program(nn.Module):
             if known is not tensor:  # export's own in its place
                 vars(tensor).update(attributes)
         given = {s.path: tensor for s, tensor in zip(self._tensors, tensors, strict=True)}
-        batch = batches.rebuild(self.batch, self._fixed | given)
-        args, kwargs = batches.bind(self.model, batch, self.loss)
+        batch = rebuild(self.batch, self._fixed | given)
+        args, kwargs = forward_arguments(self.model, batch, self.loss)
         if self._eager:
             with self._either_way():
                 return self._results(batch, args, kwargs)
@@ -228,7 +229,7 @@ class Program(nn.Module):
             loss = outputs_to_loss(outputs, batch, vars(self.model).get(LOSS), self.model)
         found = tuple(loss) if isinstance(loss, SumCount) else (loss,)
         if self._with_outputs:
-            leaves = batches.flatten(plain_tree(outputs))
+            leaves = flatten(plain_tree(outputs))
             given = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
             self.found.paths = tuple(given)
             found += tuple(given.values())

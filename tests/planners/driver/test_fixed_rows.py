@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 import autopipe
 from autopipe import Plan, SumCount
+from autopipe.batch.description import count_rows
+from autopipe.batch.tree import flatten
 from autopipe.errors import CaptureError, ModelError
-from autopipe.frontend import batch as batches
 from autopipe.runtime.start import trace_planned
 from tests.support.inprocess import machine
 from tests.support.long import chosen
@@ -210,7 +211,7 @@ def test_a_graph_of_any_rows_stays_one() -> None:
     """What is asked for makes no difference where the model fixes nothing."""
     plan = planned(built(Net))
     assert not plan.rows_fixed and plan.traced_rows == ROWS
-    assert batches.rows_of(plan.inputs, batches.flatten(inputs(6))) == 6
+    assert count_rows(plan.inputs, flatten(inputs(6))) == 6
 
 
 class Alone(Net):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopipe import ModelError, Plan
-from autopipe.frontend import batch as batches
+from autopipe.batch.tree import flatten
 from autopipe.runtime.step.microbatches import Microbatches, divide
 from autopipe.stages.bind import split_as_planned
 from tests.support.inprocess import traced
@@ -29,7 +29,7 @@ def cut(plan: Plan, rows: int, replica: int, micro_batches: int | None, sharded:
     number = torch.arange(rows)
     leaves = {
         path: number.reshape(-1, *[1] * (leaf.dim() - 1)).expand(leaf.shape)
-        for path, leaf in batches.flatten(batch).items()
+        for path, leaf in flatten(batch).items()
         if isinstance(leaf, torch.Tensor)
     }
     place = next(place for place in plan.mesh.places if place.dp == replica)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopipe import LaunchError, ModelError, Plan, PlanError
-from autopipe.frontend import batch
+from autopipe.batch.tree import flatten
 from autopipe.planfile.parts import InputSpec, Mesh
 from autopipe.runtime.step.same_batch import (
     CALLS,
@@ -64,7 +64,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Check:
 
         monkeypatch.setattr(dist, "all_gather", all_gather)
         for place in 2 * plan().mesh.places:  # once to be heard, once to hear
-            leaves = batch.flatten(given[place.rank])
+            leaves = flatten(given[place.rank])
             try:
                 check_same(plan(), place, WORLD, leaves, sharded=sharded, contents=contents)
                 said.append("")
@@ -87,7 +87,7 @@ def test_the_same_batch(check: Check) -> None:
 def test_alone() -> None:
     """There is nobody to ask; what a batch looks like is for the step to check."""
     only = plan().mesh.places[0]
-    check_same(plan(), only, None, batch.flatten({}), sharded=False, contents=True)
+    check_same(plan(), only, None, flatten({}), sharded=False, contents=True)
 
 
 @pytest.mark.parametrize("odd", [1, 2, 3])
@@ -117,7 +117,7 @@ def test_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_gather", all_gather)
     told = "^rank 0 has called pipe.evaluate, and rank 1 pipe"
     with pytest.raises(LaunchError, match=rf"{told}\.step\nhint: each rank makes all"):
-        one, leaves = plan().mesh.places[1], batch.flatten(x(8))
+        one, leaves = plan().mesh.places[1], flatten(x(8))
         check_same(plan(), one, WORLD, leaves, sharded=False, contents=False)
     for call in ("clip_grad_norm_", "save", "load"):
         with pytest.raises(LaunchError, match=rf"{told}\.{call}"):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import autopipe
 from autopipe import ModelError
-from autopipe.frontend import batch as batches
+from autopipe.batch.tree import flatten
 from autopipe.rewriting.label_counts import LabelCounts, label_counts
 from autopipe.runtime.step.microbatches import EVEN, LabelWeights, Microbatches
 from autopipe.runtime.step.outputs import mean_loss
@@ -49,7 +49,7 @@ def parts() -> Microbatches:
         lambda: nn.Linear(3, 4), inputs_of_linear, loss=mean, cluster=machine(1), batch_size=3,
         micro_batches=3, dp=1, tp=1,
     )  # fmt: skip
-    return Microbatches(plan, batches.flatten(inputs_of_linear(3)), first=0, rows=1, count=3)
+    return Microbatches(plan, flatten(inputs_of_linear(3)), first=0, rows=1, count=3)
 
 
 def test_the_picture(parts):
@@ -65,7 +65,7 @@ def test_the_picture(parts):
 def test_a_micro_batch_without_labels_weighs_nothing(parts):
     """Its loss is nan, as torch's is; of nothing else so is the batch's."""
     found = counts()
-    nothing = replace(parts, leaves=batches.flatten(inputs_of_linear(4)), first=2, count=2)
+    nothing = replace(parts, leaves=flatten(inputs_of_linear(4)), first=2, count=2)
     weights = LabelWeights(found, found).of(nothing)
     assert weights.losses == [0.25, 0]
     nan = torch.tensor(torch.nan)
@@ -108,5 +108,5 @@ def test_a_term_of_the_loss_needs_even_labels(parts):
             'loss_over = "batch" computes it over all rows of the batch, in two passes; '
             'loss_over = "micro-batch" takes the mean of each micro-batch\'s own loss'
         )
-    even = replace(parts, leaves=batches.flatten(inputs_of_linear(1)), count=1)
+    even = replace(parts, leaves=flatten(inputs_of_linear(1)), count=1)
     assert LabelWeights(found, found).of(even) is EVEN

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopipe.frontend.batch import describe
+from autopipe.batch.description import describe
 from autopipe.runtime.telemetry.metrics import Metrics, of_step, rows_of
 from autopipe.runtime.telemetry.progress import LINES, progress_shown, throughput
 from tests.support.plans import example_plan

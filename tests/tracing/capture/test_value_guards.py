@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopipe.batch.description import describe
 from autopipe.errors import CaptureError, ModelError
-from autopipe.frontend.batch import describe
 from autopipe.frontend.construct import fake_copy
 from autopipe.ir import torch_private
 from autopipe.ir.graph import READ_OP

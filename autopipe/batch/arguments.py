@@ -1,0 +1,54 @@
+"""Which entries of a batch the model's forward takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from autopipe.errors import ModelError
+
+
+def forward_arguments(
+    model: nn.Module, batch: Any, loss: Callable[..., Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Find the arguments of the model's forward in `batch`.
+
+    With a loss, entries without a parameter in forward are left for the loss.
+
+    Raises:
+        ModelError: forward needs an argument that the batch lacks; or, without a loss, the batch
+            has an entry that forward does not take.
+    """
+    signature = inspect.signature(model.forward)
+    parameters = signature.parameters.values()
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(batch, Mapping):
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        extra = [] if takes_all else [key for key in batch if key not in signature.parameters]
+        kwargs = {key: item for key, item in batch.items() if key not in extra}
+    else:
+        args = tuple(batch) if isinstance(batch, Sequence) else (batch,)
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        takes_all = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        extra = [] if takes_all else [str(i) for i in range(len(positional), len(args))]
+        args = args[: len(args) - len(extra)]
+    called = f"{type(model).__name__}.forward{signature}"
+    if extra and loss is None:
+        raise ModelError(
+            f"inputs do not fit the model: {called} takes no {', '.join(extra)}, and there is no "
+            "loss(outputs, batch) that could read it"
+        )
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = list(batch) if isinstance(batch, Mapping) else f"{len(args)} positional"
+        raise ModelError(
+            f"inputs do not fit the model: {called} called with {given}: {error}"
+        ) from error
+    return args, kwargs

@@ -1,0 +1,48 @@
+"""Some rows of a batch: of its leaves, or of the whole tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopipe.batch.description import count_rows
+from autopipe.batch.tree import Leaf, flatten, rebuild
+from autopipe.planfile.parts import InputSpec
+from autopipe.util import dims
+
+
+def slice_rows(
+    specs: Sequence[InputSpec], leaves: Mapping[str, Leaf], start: int, stop: int
+) -> dict[str, Leaf]:
+    """Rows [start, stop) of every tensor with a batch dim; other leaves unchanged."""
+    cut: dict[str, Leaf] = {}
+    for spec in specs:
+        leaf = leaves[spec.path]
+        if isinstance(leaf, Tensor) and spec.batch_dim is not None:
+            factor = dims.size_at(spec.shape[spec.batch_dim], 1)
+            leaf = leaf.narrow(spec.batch_dim, start * factor, (stop - start) * factor)
+        cut[spec.path] = leaf
+    return cut
+
+
+def two_rows(example: Any, specs: Sequence[InputSpec]) -> Any:
+    """The first two rows of a batch, for tracing: export treats a dim of size 1 as a constant."""
+    return some_rows(example, specs, 2)
+
+
+def some_rows(example: Any, specs: Sequence[InputSpec], wanted: int) -> Any:
+    """The first `wanted` rows of a batch; a batch with fewer rows is repeated."""
+    leaves = flatten(example)
+    rows = count_rows(specs, leaves)
+    times = -(-wanted // rows)
+    if times > 1:
+        leaves = {
+            spec.path: torch.cat([leaf] * times, spec.batch_dim)
+            if isinstance(leaf := leaves[spec.path], Tensor) and spec.batch_dim is not None
+            else leaf
+            for spec in specs
+        }
+    return rebuild(example, slice_rows(specs, leaves, 0, wanted))
