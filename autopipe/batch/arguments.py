@@ -10,6 +10,10 @@ from torch import nn
 
 from autopipe.errors import ModelError
 
+_PASS_ALL_ON = "torch.", "peft."
+"""The packages whose wrappers of a module (`torch.compile`, `AveragedModel`, `PeftModel`) call it
+with all that they are given."""
+
 
 def forward_arguments(
     model: nn.Module, batch: Any, loss: Callable[..., Any] | None
@@ -22,7 +26,8 @@ def forward_arguments(
         ModelError: forward needs an argument that the batch lacks; or, without a loss, the batch
             has an entry that forward does not take.
     """
-    signature = inspect.signature(model.forward)
+    named = _naming(model)
+    signature = inspect.signature(named.forward)
     parameters = signature.parameters.values()
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
@@ -38,7 +43,7 @@ def forward_arguments(
         takes_all = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         extra = [] if takes_all else [str(i) for i in range(len(positional), len(args))]
         args = args[: len(args) - len(extra)]
-    called = f"{type(model).__name__}.forward{signature}"
+    called = f"{type(named).__name__}.forward{signature}"
     if extra and loss is None:
         raise ModelError(
             f"inputs do not fit the model: {called} takes no {', '.join(extra)}, and there is no "
@@ -52,3 +57,13 @@ def forward_arguments(
             f"inputs do not fit the model: {called} called with {given}: {error}"
         ) from error
     return args, kwargs
+
+
+def _naming(model: nn.Module) -> nn.Module:
+    """The module whose forward names the arguments: a wrapper's is `forward(*args, **kwargs)`."""
+    kinds = [p.kind for p in inspect.signature(model.forward).parameters.values()]
+    held = [*model.children()]
+    passes_on = kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+    if passes_on and len(held) == 1 and type(model).__module__.startswith(_PASS_ALL_ON):
+        return _naming(held[0])
+    return model

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass, make_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,10 +40,13 @@ def flatten(batch: object) -> dict[str, Leaf]:
     for path, leaf, _ in walk(batch):
         if not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str)):
             name = type(leaf).__name__
+            instead = f"let inputs() give its tensors, and forward make a {name} of them"
+            if isinstance(leaf, np.ndarray):
+                instead = "torch.from_numpy(array) makes a tensor of it"
             raise ModelError(
                 f"{f'batch[{path!r}]' if path else 'the batch'} is a {name}; a batch holds "
                 "tensors, numbers, text and None in dicts, tuples, lists and dataclasses",
-                hint=f"let inputs() give its tensors, and forward make a {name} of them",
+                hint=instead,
             )
         leaves[path or "0"] = leaf
     return leaves

@@ -73,6 +73,23 @@ def check_arguments(loss: Loss | None) -> None:
         ) from error
 
 
+def of_targets(loss: Loss | None, entries: str) -> str | None:
+    """The hint for a loss of torch itself, which takes targets; None: the loss is a user's.
+
+    Args:
+        entries: the paths of the batch's leaves; the targets come last.
+    """
+    kind = type(loss) if isinstance(loss, nn.Module) else loss
+    if not str(getattr(kind, "__module__", "")).startswith("torch.nn."):
+        return None
+    last = entries.rpartition(", ")[2].partition(".")[0]
+    key = last if last.isdigit() else repr(last)
+    return (
+        f"a loss is given the whole batch ({entries}), and torch's takes its targets: "
+        f"def loss(outputs, batch): return criterion(outputs, batch[{key}])"
+    )
+
+
 def outputs_to_loss(
     outputs: Any, batch: Any, loss: Loss | None, model: nn.Module | None = None
 ) -> Tensor | SumCount:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import CaptureError, ModelError, RowsFixed, SizesByValues, Uncaptured
 from autopipe.frontend import user_lines
+from autopipe.frontend.loss import of_targets
 from autopipe.ir.torch_private import DynamicOutputShapeException, version
 
 
@@ -71,7 +72,9 @@ def of_its_own(
         hint = f"the batch has the entries {entries}"
     else:
         hint = f"does {call} go well by itself?"
-        if isinstance(error, TypeError) and "unexpected keyword" in str(error):
+        if in_loss and isinstance(error, TypeError):
+            hint = of_targets(loss, entries) or hint
+        elif isinstance(error, TypeError) and "unexpected keyword" in str(error):
             hint += f" A forward that takes **kwargs is given all entries of the batch: {entries}"
         if low:
             hint += (

@@ -88,7 +88,7 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         until.enter_context(libraries_hushed(heard=False))
         model = with_weights(request, skeleton, traced.graph, say)
         batches = two_batches(request.inputs, example, traced)
-        outcomes = model and _outcomes(request, traced, model, batches, say)
+        outcomes = None if model is None else _outcomes(request, traced, model, batches, say)
     if outcomes:
         low = KEPT.get(request.precision, torch.float32)
         dtypes = {s.dtype for node in traced.graph.nodes for s in node.outputs if s is not None}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from autopipe.batch import row_length
 from autopipe.batch.arguments import forward_arguments
@@ -268,6 +269,14 @@ def test_a_forward_that_takes_all_gets_all():
 
     assert forward_arguments(Everything(), (1, 2, 3), loss) == ((1, 2, 3), {})
     assert forward_arguments(Everything(), {"a": 1}, loss) == ((), {"a": 1})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch._inductor's
+@pytest.mark.parametrize("wrap", [torch.compile, AveragedModel])
+def test_torchs_wrappers_take_what_the_wrapped_module_takes(wrap):
+    """Bug: a forward(*args, **kwargs) was given the labels as well."""
+    batch = {"tokens": 1, "labels": 2}
+    assert forward_arguments(wrap(wrap(Model())), batch, loss) == ((), {"tokens": 1})
 
 
 BAD = {

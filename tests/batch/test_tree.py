@@ -4,6 +4,7 @@ from collections import Counter, UserDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,6 +114,12 @@ def test_a_plan_has_plain_containers_with_the_same_names():
     assert has_own(specs) and not has_own(describe(nested(2), None, 2, 3))
     made = from_specs(specs, 5)
     assert made.image.shape == (5, 3) and made.label["mask"].shape == (5,)
+
+
+def test_an_array_is_not_taken_for_a_tensor():
+    with pytest.raises(ModelError, match="batch\\['x'\\] is a ndarray") as refused:
+        flatten({"x": np.zeros(2)})
+    assert "torch.from_numpy" in str(refused.value.hint)
 
 
 def test_what_is_no_batch_is_refused():

@@ -6,7 +6,7 @@ from torch import nn
 
 import autopipe
 from autopipe.errors import ModelError
-from autopipe.frontend.loss import SumCount, check_arguments, outputs_to_loss
+from autopipe.frontend.loss import SumCount, check_arguments, of_targets, outputs_to_loss
 from tests.support.staged import lowered, trace_model
 
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
@@ -125,6 +125,17 @@ def test_a_loss_that_takes_other_arguments_is_refused(loss):
     """Before the model is traced, by what it takes."""
     with pytest.raises(ModelError, match="called with the model's outputs and the whole batch"):
         check_arguments(loss)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.functional.cross_entropy])
+def test_a_loss_of_torch_is_shown_its_targets(loss):
+    """It goes well of a batch that is one tensor: the hint is given once a call has failed."""
+    assert of_targets(loss, "x, y") == (
+        "a loss is given the whole batch (x, y), and torch's takes its targets: "
+        "def loss(outputs, batch): return criterion(outputs, batch['y'])"
+    )
+    assert "(outputs, batch[1])" in of_targets(loss, "0, 1.a")
+    assert of_targets(of_three, "x, y") is None
 
 
 @pytest.mark.parametrize(

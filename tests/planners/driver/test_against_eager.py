@@ -14,19 +14,20 @@ from tests.support.odd_models import Net, built, inputs, planned, refusal, squar
 from tests.support.staged import trace_model
 
 
+class Reversing(Net):
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: -gradient)
+        return hidden
+
+
 def test_a_gradient_that_only_eager_has_is_refused_at_the_parameter_before_it(monkeypatch):
     """As if a trace had lost a hook once more: the check needs to know nothing of hooks."""
     from autopipe.eager import refused_effects
 
-    class Reversed(Net):
-        def inside(self, hidden):
-            hidden = self.middle(hidden)
-            if hidden.requires_grad:
-                hidden.register_hook(lambda gradient: -gradient)
-            return hidden
-
     monkeypatch.setattr(refused_effects, "_REFUSALS", {})
-    said = refusal(built(Reversed))
+    said = refusal(built(Reversing))
     assert "4 of its 6 gradients differ in its graph; after 'middle.weight' (" in said
     assert "odd_models.py:" in said and "off by 2 of its largest entry, they agree" in said
 
@@ -126,6 +127,22 @@ def test_a_weight_that_nobody_initialises_is_told_of_and_compared_with_numbers_o
         "torch.empty alone: what its memory held would be its values, others on each rank; "
         "a run refuses that, but for one from --weights"
     ]
+
+
+class Empty(Reversing):
+    """In a condition it is False, as a container without entries is."""
+
+    def __len__(self):
+        return 0
+
+
+def test_a_model_of_no_length_is_compared_too(monkeypatch):
+    """Bug: it was taken for none. `torch.compile`'s module refuses to be asked for a length."""
+    from autopipe.eager import refused_effects
+
+    monkeypatch.setattr(refused_effects, "_REFUSALS", {})
+    assert "gradients differ in its graph" in refusal(built(Empty))
+    planned(lambda: torch.compile(built(Net)))
 
 
 def test_a_module_that_was_made_before_the_call():
