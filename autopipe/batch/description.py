@@ -93,7 +93,8 @@ def count_rows(specs: Sequence[InputSpec], leaves: Mapping[str, Leaf]) -> int:
     expected, found = {spec.path for spec in specs}, set(leaves)
     if expected != found:
         raise ModelError(
-            f"the batch has the entries {sorted(found)}, the plan was made for {sorted(expected)}"
+            f"the batch has the entries {sorted(found)}, the plan was made for {sorted(expected)}",
+            hint="batches() gives what inputs() does: the same entries, in a dict or in a tuple",
         )
     length, longest = length_in(specs, leaves), length_of(specs)
     if length is not None and longest is not None and length > longest:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
@@ -66,8 +66,8 @@ class Seen:
     made_in: Mapping[int, tuple[torch.dtype | None, ...]]
     copies: tuple[str, ...]
     levels: Levels
-    made: NDArray[np.int64]
-    waiting: NDArray[np.int64]
+    made: NDArray[np.int64] = field(compare=False)  # whether arrays are equal has many answers
+    waiting: NDArray[np.int64] = field(compare=False)
 
 
 def observe_saved(
