@@ -47,14 +47,17 @@ def forward_arguments(
     if extra and loss is None:
         raise ModelError(
             f"inputs do not fit the model: {called} takes no {', '.join(extra)}, and there is no "
-            "loss(outputs, batch) that could read it"
+            "loss(outputs, batch) that could read it",
+            hint="def loss(outputs, batch): return the scalar to be minimised; or leave these "
+            "entries out of inputs()",
         )
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         given = list(batch) if isinstance(batch, Mapping) else f"{len(args)} positional"
         raise ModelError(
-            f"inputs do not fit the model: {called} called with {given}: {error}"
+            f"inputs do not fit the model: {called} called with {given}: {error}",
+            hint="a dict is given to forward by its names, a tuple in its order",
         ) from error
     return args, kwargs
 

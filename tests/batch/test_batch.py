@@ -284,19 +284,22 @@ BAD = {
         {"tokens": 1, "labels": 2},
         None,
         "inputs do not fit the model: Model.forward(tokens, mask=None) takes no labels, and there "
-        "is no loss(outputs, batch) that could read it",
+        "is no loss(outputs, batch) that could read it\nhint: def loss(outputs, batch): return the "
+        "scalar to be minimised; or leave these entries out of inputs()",
     ),
     "typo": (
         {"token": 1},
         loss,
         "inputs do not fit the model: Model.forward(tokens, mask=None) called with ['token']: "
-        "missing a required argument: 'tokens'",
+        "missing a required argument: 'tokens'\n"
+        "hint: a dict is given to forward by its names, a tuple in its order",
     ),
     "empty": (
         (),
         loss,
         "inputs do not fit the model: Model.forward(tokens, mask=None) called with 0 positional: "
-        "missing a required argument: 'tokens'",
+        "missing a required argument: 'tokens'\n"
+        "hint: a dict is given to forward by its names, a tuple in its order",
     ),
 }
 
