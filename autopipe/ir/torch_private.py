@@ -140,10 +140,19 @@ def outside_fake_mode() -> AbstractContextManager[object]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within, torch logs no trace for an op that has no version for fake tensors: it raises, and
-    the caller that catches that knows whether it matters."""
+    """Within, torch logs nothing of an error that it raises as well, and the caller catches: of an
+    op that has no version for fake tensors, or of a condition on sizes that no line has made."""
+    sizes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     with patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
-        yield
+        sizes.addFilter(_is_no_error)
+        try:
+            yield
+        finally:
+            sizes.removeFilter(_is_no_error)
+
+
+def _is_no_error(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Unable to find user code")
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,9 @@ LOWER = frozenset(
 )
 """In 16 bits."""
 
+_NEWER = ("2.12", "rms_norm"), ("2.15", "linalg_matrix_sqrth")
+"""Ops that torch computes in fp32 from a version on."""
+
 FP32 = frozenset(
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
     "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm "
@@ -51,7 +54,7 @@ FP32 = frozenset(
     "_upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d "
     "upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d "
     "_upsample_bicubic2d_aa".split()
-) | ({"rms_norm"} if torch.__version__ >= "2.12" else set())
+) | {op for since, op in _NEWER if torch.__version__ >= since}
 """In fp32."""
 
 FP32_UNLESS_GIVEN = frozenset(

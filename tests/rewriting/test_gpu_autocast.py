@@ -248,6 +248,4 @@ def test_an_op_that_does_not_compute_in_16_bits_is_refused_with_its_line():
             precision="bf16-autocast",
         )
     assert "test_gpu_autocast.py" in str(error.value)
-    assert "under autocast fft_rfft raises RuntimeError: Unsupported dtype BFloat16" in str(
-        error.value
-    )
+    error.match(r"under autocast fft_rfft raises \w+Error: Unsupported dtype BFloat16")
