@@ -231,7 +231,7 @@ def note_lines(loss: Loss | None) -> None:
     """Have torch.export note the lines of a loss, and of functions of its file that it calls.
 
     By itself export notes lines only in functions named `forward`. `annotate_fn` adds others;
-    older releases of torch lack it.
+    that of torch 2.11 does not.
     """
     annotate = getattr(torch.fx.traceback, "annotate_fn", None)
     called = inspect.getattr_static(type(loss), "__call__", None)  # of an object of a user's class
@@ -275,8 +275,9 @@ def check_trained(graph: Graph) -> None:
             "no parameter that is trained goes into the loss: nothing would be trained",
             hint="parameter.requires_grad_(True) where the model is built",
         )
+    end = ends[-1]
     raise ModelError(
-        f"{ends[-1].place}: no gradient comes through {ends[-1].short}() here, and the loss has "
+        f"{end.place or end.name}: no gradient comes through {end.short}() here, and the loss has "
         "none: nothing would be trained",
         hint="compute the loss without .detach(), torch.no_grad(), argmax, or comparing",
     )

@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.loss.loss_ctc import ForCTCLoss
 
 from autopipe.ir import opaque_ops
 from tests.support.odd_models import Net, built, unlike
+
+ForCTCLoss = pytest.importorskip(
+    "transformers.loss.loss_ctc", reason="this release of transformers has no such loss"
+).ForCTCLoss
 
 STEPS, ROWS, KINDS, LONGEST = 12, 3, 5, 4
 
