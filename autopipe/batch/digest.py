@@ -18,17 +18,17 @@ def digest(leaves: Mapping[str, Leaf], some: int | None = None) -> int:
         some: so many values of each tensor, or a few more, and none of a tensor on a GPU, whose
             kernels a copy would wait for; None: all values.
     """
-    digest = hashlib.blake2b(digest_size=8)
+    found = hashlib.blake2b(digest_size=8)
     for path, leaf in leaves.items():
-        digest.update(path.encode())
+        found.update(path.encode())
         if isinstance(leaf, Tensor) and some is not None and leaf.is_cuda:
-            digest.update(repr(leaf.shape).encode())
+            found.update(repr(leaf.shape).encode())
         elif isinstance(leaf, Tensor):
             flat = leaf.detach().cpu().contiguous().flatten()
             # An odd step: one that divides a row would see the same column of each.
             picked = flat if some is None else flat[:: flat.numel() // some | 1].contiguous()
             raw = picked.view(torch.uint8)
-            digest.update(raw.numpy().tobytes())
+            found.update(raw.numpy().tobytes())
         else:
-            digest.update(repr(leaf).encode())
-    return int.from_bytes(digest.digest(), "big") >> 1
+            found.update(repr(leaf).encode())
+    return int.from_bytes(found.digest(), "big") >> 1
