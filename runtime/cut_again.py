@@ -6,7 +6,7 @@ from typing import Any
 
 from autopipe.batch import row_length
 from autopipe.batch.cut import some_rows, two_rows
-from autopipe.batch.tree import flatten, from_specs, rebuild
+from autopipe.batch.tree import flatten
 from autopipe.frontend.loss import Loss
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.placements import Sharding
@@ -69,10 +69,7 @@ def split_at_length(
 
 
 def traces_at_lengths(model: Source, example: Any, loss: Loss | None, plan: Plan) -> AtLengths:
-    """The traces of a planned model for rows that are shorter than planned.
-
-    Args:
-        example: a batch whose containers are those of the model; its rows may be short.
-    """
-    longest = rebuild(example, flatten(from_specs(plan.inputs, 2)))
-    return AtLengths(model, plan.inputs, longest, loss, kept_by(plan), plan.reads)
+    """The traces of a planned model for rows that are shorter than those of the example batch,
+    which are as long as planned."""
+    rows, how = two_rows(example, plan.inputs), kept_by(plan)
+    return AtLengths(model, plan.inputs, rows, loss, how, plan.reads)

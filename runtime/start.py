@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.batch.cut import some_rows
+from autopipe.batch.cut import longest_rows, some_rows
 from autopipe.batch.tree import from_specs, has_own
 from autopipe.errors import LaunchError, ModelError
 from autopipe.frontend.loss import Loss
@@ -175,7 +175,7 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
     if example is None:
         example = from_specs(plan.inputs, rows)
     else:
-        example = some_rows(example, plan.inputs, rows)
+        example = longest_rows(some_rows(example, plan.inputs, rows), plan.inputs)
     try:
         traced = trace_as_planned(model, skeleton, example, loss, plan)
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""Some rows of a batch: of its leaves, or of the whole tree."""
+"""Some rows of a batch, of its leaves or of the whole tree; and rows of the described length."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopipe.batch import row_length
 from autopipe.batch.description import count_rows
-from autopipe.batch.tree import Leaf, flatten, rebuild
+from autopipe.batch.tree import Leaf, flatten, from_specs, rebuild
 from autopipe.planfile.parts import InputSpec
 from autopipe.util import dims
 
@@ -46,3 +47,12 @@ def some_rows(example: Any, specs: Sequence[InputSpec], wanted: int) -> Any:
             for spec in specs
         }
     return rebuild(example, slice_rows(specs, leaves, 0, wanted))
+
+
+def longest_rows(example: Any, specs: Sequence[InputSpec]) -> Any:
+    """The batch, if its rows are as long as described; else one of so many rows as long as that, of
+    arbitrary values, in the same containers."""
+    leaves = flatten(example)
+    if row_length.length_in(specs, leaves) == row_length.length_of(specs):
+        return example
+    return rebuild(example, flatten(from_specs(specs, count_rows(specs, leaves))))

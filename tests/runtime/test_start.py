@@ -13,6 +13,7 @@ from torch import nn
 
 import autopipe
 from autopipe.errors import ModelError
+from autopipe.ir.fingerprint import fingerprint
 from autopipe.planfile import programs
 from autopipe.runtime import start
 from autopipe.schedules.instructions import holders
@@ -93,6 +94,16 @@ def test_containers_of_a_users_classes_are_asked_for() -> None:
         start.trace_planned(model, None, off, plan)
     assert "parallelize(model, plan, inputs=batch)" in str(refused.value.hint)
     assert type(traced.example[0]) is Pair
+
+
+def test_an_example_of_shorter_rows_is_as_good() -> None:
+    """Bug: a batch of a loader's, given to trace with, was said to be of another model."""
+    plan, case = planned("gpt", 1, 1, 2), ZOO["gpt"]
+    batch = case.inputs(4)
+    short = {key: entry[:, :8] if entry.ndim > 1 else entry for key, entry in batch.items()}
+    traced = start.trace_planned(case.model, short, case.loss, plan)
+    assert fingerprint(traced.trace.graph) == plan.fingerprint
+    assert traced.example["tokens"].shape[1] == batch["tokens"].shape[1]
 
 
 def test_a_checked_plan_says_where_stages_stand() -> None:
