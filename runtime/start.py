@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.batch.cut import longest_rows, some_rows
-from autopipe.batch.tree import from_specs, has_own
+from autopipe.batch.cut import example_to_trace
+from autopipe.batch.tree import has_own
 from autopipe.errors import LaunchError, ModelError
 from autopipe.frontend.loss import Loss
 from autopipe.ir.dataflow import written_states
@@ -170,12 +170,7 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
         ModelError: the model cannot be captured, or the example is not what the plan describes.
     """
     skeleton = bare(model)
-    rows = plan.traced_rows
-    example = inputs(rows) if callable(inputs) else inputs
-    if example is None:
-        example = from_specs(plan.inputs, rows)
-    else:
-        example = longest_rows(some_rows(example, plan.inputs, rows), plan.inputs)
+    example = example_to_trace(inputs, plan.inputs, plan.traced_rows)
     try:
         traced = trace_as_planned(model, skeleton, example, loss, plan)
     except ModelError as error:

@@ -49,8 +49,20 @@ def some_rows(example: Any, specs: Sequence[InputSpec], wanted: int) -> Any:
     return rebuild(example, slice_rows(specs, leaves, 0, wanted))
 
 
-def longest_rows(example: Any, specs: Sequence[InputSpec]) -> Any:
-    """The batch, if its rows are as long as described; else one of so many rows as long as that, of
+def example_to_trace(inputs: Any, specs: Sequence[InputSpec], rows: int) -> Any:
+    """A batch of `rows` rows, as long as described, to trace a planned model with.
+
+    Args:
+        inputs: a batch, or a function that makes one of given rows; None: one of arbitrary values.
+    """
+    example = inputs(rows) if callable(inputs) else inputs
+    if example is None:
+        return from_specs(specs, rows)
+    return _longest(some_rows(example, specs, rows), specs)
+
+
+def _longest(example: Any, specs: Sequence[InputSpec]) -> Any:
+    """The batch if its rows are as long as described; else as many rows of that length, with
     arbitrary values, in the same containers."""
     leaves = flatten(example)
     if row_length.length_in(specs, leaves) == row_length.length_of(specs):

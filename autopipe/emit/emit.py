@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from autopipe.batch.tree import from_specs
+from autopipe.batch.cut import example_to_trace
 from autopipe.emit.stage_code import Surroundings, stage_code
 from autopipe.errors import PlanError
 from autopipe.frontend.loss import Loss
@@ -105,8 +105,7 @@ def stages(
             hint="run the plan as it is: autopipe run",
         )
     skeleton = bare(model)
-    rows = plan.traced_rows
-    example = from_specs(plan.inputs, rows) if inputs is None else inputs(rows)
+    example = example_to_trace(inputs, plan.inputs, plan.traced_rows)
     traced = trace_as_planned(model, skeleton, example, loss, plan)
     for node in traced.graph.nodes:
         if node.op == COND_OP:

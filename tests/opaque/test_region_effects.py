@@ -12,6 +12,7 @@ from torch import nn
 from autopipe.errors import CaptureError
 from tests.support.long import chosen
 from tests.support.odd_models import (
+    Leaves,
     Net,
     built,
     inputs,
@@ -101,18 +102,6 @@ def test_a_hook_that_writes_a_buffer_in_backward_is_refused():
     """Bug: what it wrote was lost; a large model was trained on the first size for good."""
     with pytest.raises(CaptureError, match="the buffer 'size' is written in backward, by a hook"):
         trace_model(built(ByLastGradients), inputs, square)
-
-
-class Leaves(Net):
-    """A method leaves a number of its rows, with which other code computes."""
-
-    def inside(self, hidden):
-        return self.bent(hidden) * self.found()
-
-    def bent(self, hidden):
-        bent = torch.vmap(torch.sin)(self.middle(hidden))
-        self.leave(1 + int((bent > 0).sum()))
-        return bent
 
 
 STORE = SimpleNamespace(found=1)

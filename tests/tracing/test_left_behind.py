@@ -19,6 +19,7 @@ from tests.support.long import chosen
 from tests.support.odd_models import (
     MICRO_BATCHES,
     ROWS,
+    Leaves,
     Net,
     built,
     eager,
@@ -33,18 +34,6 @@ from tests.support.staged import Step, differences, lowered, micro_batches, trac
 installed = ModuleType("installed")  # stands for a file of an installed package: nobody looks in
 installed.scale = 1.0
 hide = [lambda: installed]  # behind a function, so that it is found by nothing
-
-
-class Leaves(Net):
-    """A method leaves a number of its rows, with which other code computes."""
-
-    def inside(self, hidden):
-        return self.bent(hidden) * self.found()
-
-    def bent(self, hidden):
-        bent = torch.vmap(torch.sin)(self.middle(hidden))
-        self.leave(1 + int((bent > 0).sum()))
-        return bent
 
 
 class InAnInstalledFile(Leaves):
