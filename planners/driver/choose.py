@@ -39,8 +39,9 @@ from autopipe.planners.model.problem import Config
 from autopipe.planners.search.best import (
     Answer,
     Outdone,
-    incumbents_of,
+    best_two,
     out_of_the_best_two,
+    steps_of,
     with_other_degrees,
 )
 from autopipe.planners.search.configs import TooFewUnits
@@ -150,23 +151,26 @@ def _with_line(error: CannotSplit) -> str:
     return f"{place} is not compiled: {error}" if place else str(error)
 
 
-def best_plan(job: Job, watch: Stopwatch, slower_than: Searched | None = None) -> Chosen:
+def best_plan(job: Job, watch: Stopwatch, rival: Chosen | None = None) -> Chosen:
     """The best plan of all tensor-parallel degrees; of equal ones the lowest degree's.
 
     Args:
-        slower_than: the search of a variant of the model that is faster at every degree, but may
-            need more memory: a degree that is outdone there is outdone here too.
+        rival: of a variant of the model that is faster in each config, but may need more memory: a
+            degree that is outdone there is outdone here too, and no plan is written that the
+            estimate does not find faster.
 
     Raises:
+        Outdone: there is a rival, and by the estimate no plan is faster.
         InfeasibleError: no plan fits; of the refusals the one with the least shortfall.
     """
     try:
-        return _fitting_plan(_first_that_answer(job, watch, slower_than))
+        return _fitting_plan(_first_that_answer(job, watch, rival))
     except InfeasibleError:
         asked = job.constraints
-        if job.beyond or (asked.dp, asked.micro_batches, asked.micro_batch_size) == (None,) * 3:
+        free = (asked.dp, asked.micro_batches, asked.micro_batch_size) == (None,) * 3
+        if rival is not None or job.beyond or free:
             raise
-    return best_plan(replace(job, beyond=True), watch, slower_than)  # which says what would fit
+    return best_plan(replace(job, beyond=True), watch)  # which says what would fit
 
 
 def _fitting_plan(search: Searched) -> Chosen:
@@ -188,18 +192,23 @@ def _fitting_plan(search: Searched) -> Chosen:
     return Chosen(fastest_by_path(plan, answer, search.candidates), search)
 
 
-def _first_that_answer(job: Job, watch: Stopwatch, slower_than: Searched | None) -> Searched:
+def _first_that_answer(job: Job, watch: Stopwatch, rival: Chosen | None) -> Searched:
     """The search of the preferred degrees, and of the others if nothing fits at those.
 
     Raises:
+        Outdone: there is a rival, and nothing is faster.
         InfeasibleError: nothing fits at any.
     """
     candidates: dict[int, Candidate] = {}
     refusals: Refusals = {}
     for preferred in degrees(job.cluster, job.constraints.tp, job.traced.graph):
-        remaining = [tp for tp in preferred if slower_than is None or not slower_than.outdone(tp)]
+        remaining = [tp for tp in preferred if rival is None or not rival.search.outdone(tp)]
         costed, errors = _costed(job, remaining, watch)
         candidates |= costed
+        if rival is not None and not _may_win(candidates, rival.plan.planner.step_seconds):
+            if rival.search.best in preferred:
+                raise Outdone(None, rival.plan.planner.step_seconds, None)
+            continue
         search = searched(candidates)
         refusals |= errors | search.refusals
         if search.answers:
@@ -223,11 +232,23 @@ def _costed(
     return candidates, refusals
 
 
-def searched(candidates: Mapping[int, Candidate]) -> Searched:
+def _may_win(candidates: Mapping[int, Candidate], step: float) -> bool:
+    """Whether something that fits takes less than `step` seconds.
+
+    Nothing else is searched. What is found is remembered: a whole search repeats nothing of it.
+    """
+    answers = searched(candidates, (step, step)).answers.values()
+    return any(answer.estimate.step_seconds < step for answer in answers)
+
+
+def searched(candidates: Mapping[int, Candidate], known: Sequence[float] = ()) -> Searched:
     """The answer of each degree, or its refusal.
 
     The degree of the lowest bound is searched first: the steps it finds are incumbents to the
     others.
+
+    Args:
+        known: seconds of steps of other models' meshes, which are incumbents to all.
     """
     answers: dict[int, Answer] = {}
     refusals: Refusals = {}
@@ -239,7 +260,8 @@ def searched(candidates: Mapping[int, Candidate]) -> Searched:
             refusals[tp] = error
     order = sorted(least, key=lambda tp: (least[tp][1], tp))
     for tp in order:
-        incumbents, (config, seconds) = incumbents_of(answers.values()), least[tp]
+        incumbents = best_two((*known, *steps_of(answers.values())))
+        config, seconds = least[tp]
         # Degree 1 is always searched: its data parallelism alone is among the alternatives.
         outdone = tp > 1 and out_of_the_best_two(seconds, incumbents)
         if outdone:

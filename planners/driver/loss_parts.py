@@ -3,8 +3,9 @@
     whole      logits of all words, in fp32, kept for backward     as the model has it
     in parts   no logits kept, a third more of their products      `rewriting.loss_in_parts`
 
-Parts save memory and cost seconds. So both are planned where the logits are large and memory
-matters, and the plan of the shorter step is taken; elsewhere the loss stays as it is.
+Parts save memory and cost seconds. So both are searched where the logits are large and memory
+matters. Parts are taken if their step is shorter by the estimate, and then also in the plan that
+is written; elsewhere the loss stays as it is.
 """
 
 from __future__ import annotations
@@ -44,17 +45,18 @@ def best_loss(job: Job, watch: Stopwatch, say: Say) -> Plan:
     parts = usual_parts(job.traced.graph)
     in_parts_job = replace(job, traced=with_parts(job.traced, parts))
     try:
-        whole, search = best_of_engines(job, watch)
+        chosen = best_of_engines(job, watch)
     except InfeasibleError as refusal:
         with suppress(InfeasibleError):
             parted = best_of_engines(in_parts_job, watch).plan
             say(f"loss: in {parts} parts of the vocabulary; nothing fits with it whole")
             return parted
         raise refusal
+    whole = chosen.plan
     if not _memory_matters(whole):
         return whole
     with suppress(InfeasibleError):
-        parted = best_plan(in_parts_job.on_engine(compiled=whole.compiled), watch, search).plan
+        parted = best_plan(in_parts_job.on_engine(compiled=whole.compiled), watch, chosen).plan
         steps = parted.prediction.step_seconds, whole.prediction.step_seconds
         if steps[0] < steps[1]:
             step, whole_step = map(seconds, steps)

@@ -17,7 +17,7 @@ raised instead of an answer with its reasons.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -157,17 +157,17 @@ def best_answer(
     )
 
 
-def incumbents_of(answers: Iterable[Answer]) -> tuple[float, ...]:
-    """The steps of the best two meshes of other problems' answers, or of as many as there are."""
-    steps = [
-        step
-        for answer in answers
-        for step in (
-            answer.estimate.step_seconds,
-            *(other.step_seconds for other in answer.alternatives),
-        )
-        if step is not None
-    ]
+def steps_of(answers: Iterable[Answer]) -> Iterator[float]:
+    """Seconds of the steps of all meshes that problems' answers know to fit."""
+    for answer in answers:
+        yield answer.estimate.step_seconds
+        for other in answer.alternatives:
+            if other.step_seconds is not None:
+                yield other.step_seconds
+
+
+def best_two(steps: Iterable[float]) -> tuple[float, ...]:
+    """The incumbents of a search: the two shortest steps, or as many as there are."""
     return tuple(sorted(steps)[:2])
 
 

@@ -12,10 +12,12 @@ from torch.nn import functional as F
 
 import autopipe
 from autopipe import AutopipeError, InfeasibleError, Plan
-from autopipe.planners.driver import loss_parts
+from autopipe.planners.driver import choose, loss_parts
 from autopipe.planners.driver.choose import Chosen, Searched
 from autopipe.planners.driver.request import Job
+from autopipe.planners.search.best import Outdone
 from autopipe.report import facts
+from autopipe.util.stopwatch import Stopwatch
 from tests.support.inprocess import machine
 
 pytestmark = pytest.mark.usefixtures("traces_remembered")
@@ -97,7 +99,7 @@ def test_what_is_no_number_of_parts_and_a_loss_without_logits_are_refused() -> N
 
 
 @cache
-def job() -> tuple[Job, Plan]:
+def job(devices: int = 1) -> tuple[Job, Plan]:
     """What the driver is given to choose for, and a plan of it."""
     found: list[Job] = []
 
@@ -108,7 +110,7 @@ def job() -> tuple[Job, Plan]:
     best = loss_parts.best_of_engines
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_parts, "best_of_engines", note)
-        plan = planned()
+        plan = planned(cluster=machine(devices))
     return found[0], plan
 
 
@@ -138,14 +140,37 @@ def test_the_faster_one_is_taken_where_memory_matters(
 ) -> None:
     asked, plan = job()
 
-    def best(job: Job, watch: Any, slower_than: Searched | None = None) -> Chosen:
+    def best(job: Job, watch: Any, rival: Chosen | None = None) -> Chosen:
         own = job.traced.loss_parts
         if own not in seconds:
             raise InfeasibleError("nothing fits")
         found = replace(taking(change(plan), seconds[own]), loss_parts=own)
-        return Chosen(found, slower_than or Searched({}, {}, {}))
+        return Chosen(found, Searched({}, {}, {}))
 
     monkeypatch.setattr(loss_parts, "best_plan", best)
     monkeypatch.setattr(loss_parts, "best_of_engines", best)
     found = loss_parts.best_loss(asked, None, lambda line: None)  # type: ignore[arg-type]
     assert found.loss_parts == parts
+
+
+@pytest.mark.parametrize("times", [0.5, 1.0, 2.0])
+def test_of_a_rival_that_is_as_fast_no_plan_is_written(
+    times: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is faster than its rival is planned as without one, beside other meshes of the degrees
+    that its rival has not outdone."""
+    asked, _ = job(devices=2)
+    eager = asked.on_engine(compiled=False)
+    alone = choose.best_plan(eager, Stopwatch())
+    own = alone.plan.planner
+    note = replace(own, step_seconds=times * own.step_seconds)
+    rival = Chosen(replace(alone.plan, planner=note), alone.search)
+    if times > 1:
+        found = choose.best_plan(eager, Stopwatch(), rival).plan
+        beside = [found.planner.next_best, *found.planner.others]
+        assert beside == [mesh for mesh in [own.next_best, *own.others] if mesh and mesh.tp == 1]
+        assert replace(found, planner=own) == alone.plan
+        return
+    monkeypatch.delattr(choose, "plan_that_fits")
+    with pytest.raises(Outdone):
+        choose.best_plan(eager, Stopwatch(), rival)
