@@ -94,7 +94,7 @@ def test_another_model_is_refused() -> None:
 EAGER = {"compile": False}  # a compiler's choice of what to keep jumps in so small a model
 
 LONG: list[tuple[str, dict[str, Any]]] = [
-    ("gpt", {"tp": 2, "pp": 2, "micro_batches": 4}),
+    ("gpt", {"tp": 2, "pp": 2, "micro_batches": 4, **EAGER}),
     ("gpt", {"tp": 2, "pp": 2, "micro_batches": 4, "transfers": "parts", **EAGER}),
     ("gpt", {"pp": 4, "schedule": "zb-v", "micro_batches": 8}),
     ("gpt", {"pp": 1, "dp": 4, "zero": 3, "micro_batches": 2}),
