@@ -45,7 +45,7 @@ from autopipe.ir.graph import (
     values_in,
 )
 from autopipe.rewriting.logits import LOSSES
-from autopipe.sharding.vocabulary_loss import MEAN
+from autopipe.sharding.vocabulary_loss import MEAN, SUM
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,37 @@ def _term(flow: Dataflow, node: Node) -> LabelCounts | None:
 
 def _dividing(flow: Dataflow, mean: Node) -> _Divisor | None:
     """The number of labels that a sum is divided by; None: the node is no sum divided by one."""
-    if mean.kwargs or (above := _made_by(flow, mean.args[0])) is None or above.short != "sum":
+    if mean.kwargs or not _is_sum(flow, mean.args[0]):
         return None
     return _divisor(flow, mean.args[1])
+
+
+def _is_sum(flow: Dataflow, value: Arg, writers: tuple[int, ...] | None = None) -> bool:
+    """Whether a value is a multiple of a sum over elements, or several of these added up.
+
+        total = 0.0
+        for logits, labels in parts:
+            total += F.cross_entropy(logits, labels, reduction="sum")
+
+    Args:
+        writers: the nodes before this one that write the value in place; None: all of them.
+    """
+    if not isinstance(value, Ref):
+        return False
+    position = flow.position(value)
+    node = flow.graph.nodes[position]
+    if writers is None:
+        writers = flow.writers.get(flow.root[value], ())
+    if writers and writers[-1] != position:  # it was written after it was made
+        return False
+    before = writers[:-1] if writers else None
+    parts, name = node.values(), node.short.removesuffix("_")
+    if name in _LINEAR | _MOVES and not {"rounding_mode", "alpha"} & node.kwargs.keys():
+        if parts == node.args[:1]:
+            return _is_sum(flow, parts[0], before)
+        both = name in ("add", "sub") and len(parts) == 2
+        return both and _is_sum(flow, parts[0], before) and _is_sum(flow, parts[1])
+    return node.short == "sum" or arguments(node).get("reduction") == SUM
 
 
 def leaving_out(leaves: Mapping[str, Any], read: Collection[str]) -> list[dict[str, Any]]:

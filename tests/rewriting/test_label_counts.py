@@ -75,6 +75,27 @@ def guarded(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return 2 * (entropies(logits, batch["labels"]) * kept).sum() / (kept.sum().clamp(min=1) + 1e-3)
 
 
+def summed(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    labels = batch["labels"]
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / (labels != -100).sum()
+
+
+def in_chunks(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """torchtune's way: the sum grows in place, a part of the tokens at a time."""
+    labels, total = batch["labels"], 0.0
+    for part, of_part in zip(logits.chunk(3, dim=1), labels.chunk(3, dim=1), strict=True):
+        total += F.cross_entropy(part.flatten(0, 1), of_part.flatten(), reduction="sum")
+    return total / (labels != -100).sum()
+
+
+def of_two_sums(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    kept = batch["kept"]
+    total = (entropies(logits, batch["labels"]) * kept).sum()
+    squares = F.mse_loss(logits * kept[..., None], torch.zeros_like(logits), reduction="sum")
+    return (total - 0.1 * squares) / kept.sum()
+
+
 ALL = [6, 4, 2, 0]
 COUNTED: dict[str, tuple[Loss, list[int]]] = {
     "as it is": (lambda o, b: F.cross_entropy(o.transpose(1, 2), b["labels"]), ALL),
@@ -97,6 +118,9 @@ COUNTED: dict[str, tuple[Loss, list[int]]] = {
     "without some": (without_some, [5, 4, 2, 0]),
     "masked": (masked, ALL),
     "guarded": (guarded, ALL),
+    "summed": (summed, ALL),
+    "summed in chunks": (in_chunks, ALL),
+    "of two sums": (of_two_sums, ALL),
 }  # fmt: skip
 
 
@@ -139,6 +163,14 @@ def test_weighted_losses_are_that_of_the_batch(loss: Loss, expected: list[int]) 
     assert summed / divisor(sum(expected[:3])) == pytest.approx(whole, rel=1e-4)
 
 
+def written_again(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The logarithm of the sum: what is divided is written after it was a sum."""
+    total = entropies(logits, batch["labels"]).sum()
+    same = total.view(1)
+    total.log_()
+    return same[0] / batch["kept"].sum()
+
+
 NOT_COUNTED: dict[str, Loss] = {
     "over rows": lambda o, b: o.square().mean(),
     "a sum": lambda o, b: F.cross_entropy(o.transpose(1, 2), b["labels"], reduction="sum"),
@@ -149,6 +181,11 @@ NOT_COUNTED: dict[str, Loss] = {
         o.transpose(1, 2), o.argmax(2)
     ),
     "by a root": lambda o, b: o.sum() / b["kept"].sum().sqrt(),
+    "a sum and a mean": lambda o, b: (
+        (entropies(o, b["labels"]) * b["kept"]).sum() + o.square().mean()
+    ) / b["kept"].sum(),
+    "a product of sums": lambda o, b: o.sum() * entropies(o, b["labels"]).sum() / b["kept"].sum(),
+    "written again": written_again,
     "a mean of means": lambda o, b: (
         (entropies(o, b["labels"]) * b["kept"]).sum(1) / (b["kept"].sum(1) + 1)
     ).mean(),
