@@ -36,6 +36,7 @@ from autopipe.tracing.capture.export import tensors_of
 from autopipe.tracing.capture.low_precision import parameters_in
 from autopipe.tracing.capture.program import Program
 from autopipe.tracing.capture.value_guards import NeedsNumbers, ReadsParameter, record
+from autopipe.tracing.counting_buffers import later_read
 
 Within = Callable[[], AbstractContextManager[object]]
 """Makes what a run of a program happens in."""
@@ -166,6 +167,10 @@ class _RunsOfALook:
         generators.check(before, again)
         other = second_run.other_reads(found, again) if changed and found else None
         self.program.found.otherwise = other  # of this look alone: the one before had other regions
+        self.program.found.later = ""
+        if changed and other is None and any(read.checked for read in found):
+            with restoring(*self.program.parts):
+                self.program.found.later = later_read(self.program.model, found, again)
         if drew and other is None and any(read.checked for read in found):
             self._check_draws(found, taint)
         if self.others is not None and any(read.checked for read in found):

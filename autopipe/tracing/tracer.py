@@ -105,7 +105,10 @@ class Tracer:
     def recorded(self, real: Callable[[], nn.Module] | None) -> Trace:
         """The trace, with the reads of a first run, and with regions where it needs them."""
         try:
-            return self.with_regions(real)
+            found = self.with_regions(real)
+            if self.program.found.later:
+                self.say(self.program.found.later)
+            return found
         except OtherBranch as error:  # no call in which it is read can run as it is
             self.say(f"{error.message}: a micro-batch of such rows is refused in the run")
             return replace(self, others=None).with_regions(real)

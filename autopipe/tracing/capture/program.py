@@ -67,6 +67,7 @@ class Findings:
         asks_for_gpus: the user's lines that have asked whether a tensor is on a GPU.
         asks_for_one_row: the user's lines that have asked whether there is one row.
         otherwise: the error if later runs read other values than the first; else None.
+        later: the words for a read that gives another value after many calls, or "".
         held_twice: whether forward reads parameters from unregistered places too.
     """
 
@@ -81,6 +82,7 @@ class Findings:
     asks_for_gpus: set[str] = field(default_factory=set)
     asks_for_one_row: set[str] = field(default_factory=set)
     otherwise: CaptureError | None = None
+    later: str = ""
 
     @property
     def counts(self) -> tuple[int, int]:

@@ -1,0 +1,127 @@
+"""Find reads of buffers that count calls, and after how many calls they give another value.
+
+    self.calls += 1                     a buffer
+    if self.calls >= 1000: ...          reads False in a first call, and True in the 1000th
+
+The record of a model's reads is that of a first call, and a micro-batch that reads otherwise is
+refused. Whoever plans is told before, not by the 1000th micro-batch of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopipe.eager.assigned_buffers import buffers_of
+from autopipe.eager.counts import AHEAD, MOST_PLACES
+from autopipe.eager.taint import Taint
+from autopipe.ir.tensors import tensors_in
+from autopipe.ir.torch_private import is_fake, no_function_modes
+from autopipe.planfile.parts import Read
+
+Again = Callable[..., tuple[Read, ...]]
+"""Gives the reads of one more run; takes a mode as `noted`, and a `taint` to follow tensors."""
+
+Numbers = Mapping[str, float]
+"""The values of the buffers of one number."""
+
+Counters = Mapping[str, tuple[float, float]]
+"""The buffers of one number that each call raises alike: the number now, and by how much."""
+
+
+def later_read(model: nn.Module, first: Sequence[Read], again: Again) -> str:
+    """The words for a read that gives another value after more calls; "" if none is found.
+
+    The model's buffers are left changed.
+
+    Args:
+        first: the reads of the first call, which those of the second one equal.
+    """
+    for calls, reads in _later_calls(model, again):
+        for read, later in zip(first, reads, strict=False):
+            if read.checked and repr(read) != repr(later):  # where nan is nan
+                return (
+                    f"{read.place}: Python reads {read.value!r} from a tensor here, and "
+                    f"{later.value!r} after some {calls} calls of the model, which a buffer "
+                    "counts: that micro-batch is refused in the run"
+                )
+    return ""
+
+
+def _later_calls(model: nn.Module, again: Again) -> Iterator[tuple[int, tuple[Read, ...]]]:
+    """The reads of calls with counters farther and farther ahead, and how many calls are behind;
+    nothing if no read depends on a counter."""
+    numbers, runs = [_numbers(model)], []
+    with suppress(Exception):  # a table of the user's may be shorter
+        for _ in range(2):
+            runs.append(again())
+            numbers.append(_numbers(model))
+    counters = dict(_counters(*numbers)) if len(numbers) > 2 else {}
+    if not counters:
+        return
+    marked = Taint([buffers_of(model)[name] for name in counters])
+    compared = _Compared(marked)
+    with suppress(Exception):  # ReadsParameter at a read of a counter, or what torch makes of it
+        again(noted=lambda: compared, taint=marked)
+        return
+    yield from enumerate(runs, 2)
+    reached = {n for count in counters.values() for n in _reached(*count, compared)}
+    for calls in sorted({0, *AHEAD, *islice(sorted(reached), MOST_PLACES)}):
+        _set_ahead(model, counters, calls)
+        with suppress(Exception):
+            yield 4 + calls, again()
+
+
+def _counters(
+    before: Numbers, between: Numbers, after: Numbers
+) -> Iterator[tuple[str, tuple[float, float]]]:
+    for name in before.keys() & between.keys() & after.keys():
+        rise = between[name] - before[name]
+        if rise and after[name] - between[name] == rise:
+            yield name, (after[name], rise)
+
+
+def _numbers(model: nn.Module) -> Numbers:
+    """The real buffers of one number."""
+    return {
+        name: buffer.item()
+        for name, buffer in buffers_of(model).items()
+        if buffer.numel() == 1 and buffer.layout == torch.strided and not is_fake(buffer)
+        if buffer.dtype != torch.bool and not buffer.is_complex()
+    }
+
+
+def _set_ahead(model: nn.Module, counters: Counters, calls: int) -> None:
+    with torch.no_grad():
+        for name, (number, rise) in counters.items():
+            buffers_of(model)[name].fill_(number + rise * calls)
+
+
+def _reached(number: float, rise: float, compared: _Compared) -> Iterator[int]:
+    """After how many calls a count is at a number that it is compared with, or next to it."""
+    for other in compared.numbers:
+        calls = int((other - number) / rise)
+        yield from (near for near in (calls - 1, calls, calls + 1) if near > 0)
+
+
+class _Compared(TorchFunctionMode):
+    """Notes the numbers that calls of torch get beside marked tensors."""
+
+    def __init__(self, marked: Taint) -> None:
+        super().__init__()
+        self.numbers: set[float] = set()
+        self._marked = marked
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        with no_function_modes():
+            dense: list[Tensor] = [tensor for tensor in tensors_in(given) if not is_fake(tensor)]
+            if any(map(self._marked, dense)):
+                self.numbers |= {one for one in given if type(one) in (int, float) and one == one}
+        return func(*args, **(kwargs or {}))

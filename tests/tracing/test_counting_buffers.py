@@ -1,0 +1,90 @@
+"""A branch by a buffer that counts calls: planning says after how many calls a run takes the other
+side, which the traced graph does not have."""
+
+import pytest
+import torch
+
+from tests.support.odd_models import Net, built, inputs, square
+from tests.support.staged import trace_model
+
+
+class Counts(Net):
+    """Draws its projection again in every so manieth call, as Performer does."""
+
+    every = 0
+
+    def begin(self):
+        self.register_buffer("calls", torch.tensor(0))
+
+    def inside(self, hidden):
+        self.calls += 1
+        if self.takes_the_other_side():
+            hidden = hidden * 0.5
+        return self.middle(hidden)
+
+    def takes_the_other_side(self):
+        return self.calls % self.every == 0
+
+
+class InThe300th(Counts):
+    every = 300
+
+
+class InTheFourth(Counts):
+    every = 4
+
+
+class InThe1000th(Counts):
+    def takes_the_other_side(self):
+        return self.calls >= 1000
+
+
+class Assigned(InThe300th):
+    def inside(self, hidden):
+        self.calls = self.calls + 1
+        return self.middle(hidden * 0.5 if self.takes_the_other_side() else hidden)
+
+
+class InAFloat(InThe1000th):
+    def begin(self):
+        self.register_buffer("calls", torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [(InThe300th, 299), (InTheFourth, 3), (InThe1000th, 999), (Assigned, 299), (InAFloat, 999)],
+)
+def test_a_later_call_that_takes_the_other_side_is_said_while_planning(kind, calls):
+    """Bug: a run ended in its 300th micro-batch, and nobody had been told."""
+    said = []
+    trace = trace_model(built(kind), inputs, square, say=said.append)
+    (line,) = (line for line in said if "Python reads" in line)
+    assert line.partition(": ")[0].rpartition(":")[0] == __file__
+    assert line.partition(": ")[2] == (
+        f"Python reads False from a tensor here, and True after some {calls} calls of the model, "
+        "which a buffer counts: that micro-batch is refused in the run"
+    )
+    assert len(trace.reads) == 1
+
+
+class IsCounted(Counts):
+    """As the batches of a batch norm: nobody reads the count."""
+
+    def takes_the_other_side(self):
+        return bool(torch.ones(()) < 0)
+
+
+class IsSoonOver(Counts):
+    """The branch is decided in the first call, and the count goes on."""
+
+    def takes_the_other_side(self):
+        return self.calls < 0
+
+
+@pytest.mark.parametrize("kind", [IsCounted, IsSoonOver])
+def test_a_count_that_changes_no_branch_is_not(kind):
+    said = []
+    model = built(kind)
+    trace_model(model, inputs, square, say=said.append)
+    assert not [line for line in said if "Python reads" in line]
+    assert model.calls == 0
