@@ -91,6 +91,10 @@ class OtherBranch(Uncaptured):
     """Other rows of the user's take another branch of the model than the ones it is traced with."""
 
 
+class LaterBranch(Uncaptured):
+    """A later call of the model takes another branch, by a buffer that counts calls."""
+
+
 class DrawnBranch(Uncaptured):
     """Random numbers of torch's decide which branch Python takes."""
 

@@ -4,13 +4,15 @@
     if self.calls >= 1000: ...          reads False in a first call, and True in the 1000th
 
 The record of a model's reads is that of a first call, and a micro-batch that reads otherwise is
-refused. Whoever plans is told before, not by the 1000th micro-batch of a run.
+refused. So the call of the module or method that reads runs as it is or, if none can, whoever plans
+is told, before the 1000th micro-batch of a run ends it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.eager.counts import AHEAD, MOST_PLACES
 from autopipe.eager.taint import Taint
+from autopipe.errors import LaterBranch
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import is_fake, no_function_modes
 from autopipe.planfile.parts import Read
@@ -32,35 +35,47 @@ Numbers = Mapping[str, float]
 """The values of the buffers of one number."""
 
 Counters = Mapping[str, tuple[float, float]]
-"""The buffers of one number that each call raises alike: the number now, and by how much."""
+"""The buffers of one number that each call raises alike: the number after two calls, and by how
+much."""
 
 
-def later_read(model: nn.Module, first: Sequence[Read], again: Again) -> str:
+def later_read(model: nn.Module, first: Sequence[Read], again: Again, *, refuse: bool) -> str:
     """The words for a read that gives another value after more calls; "" if none is found.
 
     The model's buffers are left changed.
 
     Args:
         first: the reads of the first call, which those of the second one equal.
+        refuse: whether to raise the words where the value is read.
+
+    Raises:
+        LaterBranch: with the words, in the model's own code.
     """
-    for calls, reads in _later_calls(model, again):
+    for calls, reads, repeat in _later_calls(model, again):
         for read, later in zip(first, reads, strict=False):
             if read.checked and repr(read) != repr(later):  # where nan is nan
-                return (
+                words = (
                     f"{read.place}: Python reads {read.value!r} from a tensor here, and "
-                    f"{later.value!r} after some {calls} calls of the model, which a buffer "
-                    "counts: that micro-batch is refused in the run"
+                    f"{later.value!r} after some {calls} calls of the model, which a buffer counts"
                 )
+                if refuse:
+                    repeat(expected=first, unlike=partial(_refusal, words))
+                return f"{words}: that micro-batch is refused in the run"
     return ""
 
 
-def _later_calls(model: nn.Module, again: Again) -> Iterator[tuple[int, tuple[Read, ...]]]:
-    """The reads of calls with counters farther and farther ahead, and how many calls are behind;
-    nothing if no read depends on a counter."""
-    numbers, runs = [_numbers(model)], []
+def _refusal(words: str, known: Read | None, found: Read) -> LaterBranch:
+    hint = "make the branch part of the computation (torch.where)"
+    return LaterBranch(words, hint=hint, lines=True)
+
+
+def _later_calls(model: nn.Module, again: Again) -> Iterator[tuple[int, tuple[Read, ...], Again]]:
+    """How many calls are behind, the reads of the next one, and what makes that one again, with
+    counters farther and farther ahead; nothing if no read depends on a counter."""
+    numbers = [_numbers(model)]
     with suppress(Exception):  # a table of the user's may be shorter
         for _ in range(2):
-            runs.append(again())
+            again()
             numbers.append(_numbers(model))
     counters = dict(_counters(*numbers)) if len(numbers) > 2 else {}
     if not counters:
@@ -70,12 +85,20 @@ def _later_calls(model: nn.Module, again: Again) -> Iterator[tuple[int, tuple[Re
     with suppress(Exception):  # ReadsParameter at a read of a counter, or what torch makes of it
         again(noted=lambda: compared, taint=marked)
         return
-    yield from enumerate(runs, 2)
     reached = {n for count in counters.values() for n in _reached(*count, compared)}
-    for calls in sorted({0, *AHEAD, *islice(sorted(reached), MOST_PLACES)}):
-        _set_ahead(model, counters, calls)
-        with suppress(Exception):
-            yield 4 + calls, again()
+
+    def at(calls: int, **expected: Any) -> tuple[Read, ...]:
+        with torch.no_grad():
+            for name, (number, rise) in counters.items():
+                buffers_of(model)[name].fill_(number + rise * (calls - 2))
+        return again(**expected)
+
+    for calls in sorted({2, 3, *AHEAD, *islice(sorted(reached), MOST_PLACES)}):
+        try:
+            reads = at(calls)
+        except Exception:  # whatever the user's code raises
+            continue
+        yield calls, reads, partial(at, calls)
 
 
 def _counters(
@@ -84,7 +107,7 @@ def _counters(
     for name in before.keys() & between.keys() & after.keys():
         rise = between[name] - before[name]
         if rise and after[name] - between[name] == rise:
-            yield name, (after[name], rise)
+            yield name, (before[name], rise)
 
 
 def _numbers(model: nn.Module) -> Numbers:
@@ -97,16 +120,10 @@ def _numbers(model: nn.Module) -> Numbers:
     }
 
 
-def _set_ahead(model: nn.Module, counters: Counters, calls: int) -> None:
-    with torch.no_grad():
-        for name, (number, rise) in counters.items():
-            buffers_of(model)[name].fill_(number + rise * calls)
-
-
 def _reached(number: float, rise: float, compared: _Compared) -> Iterator[int]:
     """After how many calls a count is at a number that it is compared with, or next to it."""
     for other in compared.numbers:
-        calls = int((other - number) / rise)
+        calls = 2 + int((other - number) / rise)
         yield from (near for near in (calls - 1, calls, calls + 1) if near > 0)
 
 

@@ -68,6 +68,7 @@ def look(
     Raises:
         DtypesDiffer: an op gets tensors of dtypes that do not go together.
         OtherBranch: Python reads other values of other rows.
+        LaterBranch: it reads other values in a later call.
         NeedsNumbers: as `value_guards.record`.
         CaptureError: a read cannot be answered; the message names the user's line.
     """
@@ -167,10 +168,11 @@ class _RunsOfALook:
         generators.check(before, again)
         other = second_run.other_reads(found, again) if changed and found else None
         self.program.found.otherwise = other  # of this look alone: the one before had other regions
-        self.program.found.later = ""
+        of = self.program.found
+        of.later, refuse = "", self.others is not None and of.refuses_later
         if changed and other is None and any(read.checked for read in found):
             with restoring(*self.program.parts):
-                self.program.found.later = later_read(self.program.model, found, again)
+                of.later = later_read(self.program.model, found, again, refuse=refuse)
         if drew and other is None and any(read.checked for read in found):
             self._check_draws(found, taint)
         if self.others is not None and any(read.checked for read in found):
@@ -210,14 +212,15 @@ class _RunsOfALook:
         within: Within = nullcontext,
         noted: Within = nullcontext,
         taint: Taint | None = None,
+        **expected: Any,
     ) -> tuple[Read, ...]:
-        """The reads of a run without any other check."""
+        """The reads of a run without any other check; `expected` is as for `record`."""
 
         def run() -> None:
             with within(), noted():
                 self.run()
 
-        return record(run, self.run, numbers=self.numbers, taint=taint)
+        return record(run, self.run, numbers=self.numbers, taint=taint, **expected)
 
 
 @contextmanager

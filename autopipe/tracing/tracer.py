@@ -17,7 +17,7 @@ from torch import nn
 
 from autopipe.batch.description import count_rows
 from autopipe.eager.kept import caches_put_back, without_values
-from autopipe.errors import CaptureError, ModelError, OtherBranch
+from autopipe.errors import CaptureError, LaterBranch, ModelError, OtherBranch
 from autopipe.frontend import refusals
 from autopipe.ir import check
 from autopipe.ir.graph import SEQUENCE, arguments
@@ -109,9 +109,12 @@ class Tracer:
             if self.program.found.later:
                 self.say(self.program.found.later)
             return found
+        except LaterBranch:  # no call in which it is read can run as it is; the next run says so
+            self.program.found.refuses_later = False
+            return self.recorded(real)
         except OtherBranch as error:  # no call in which it is read can run as it is
             self.say(f"{error.message}: a micro-batch of such rows is refused in the run")
-            return replace(self, others=None).with_regions(real)
+            return replace(self, others=None).recorded(real)
 
     def with_regions(self, real: Callable[[], nn.Module] | None) -> Trace:
         """The trace with the regions that it needs; most models need none."""

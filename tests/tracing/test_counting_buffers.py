@@ -1,11 +1,15 @@
-"""A branch by a buffer that counts calls: planning says after how many calls a run takes the other
-side, which the traced graph does not have."""
+"""A branch by a buffer that counts calls: the call or the lines around it run as they are. Where
+nothing can, planning says after how many calls a run takes the other side."""
 
 import pytest
 import torch
 
-from tests.support.odd_models import Net, built, inputs, square
+from tests.support.odd_models import Net, built, inputs, planned, square, unlike_whole_or_cut
 from tests.support.staged import trace_model
+
+
+def others():
+    return {name: rows[2:] for name, rows in inputs(4).items()}
 
 
 class Counts(Net):
@@ -34,6 +38,10 @@ class InTheFourth(Counts):
     every = 4
 
 
+class InTheThird(Counts):
+    every = 3
+
+
 class InThe1000th(Counts):
     def takes_the_other_side(self):
         return self.calls >= 1000
@@ -54,8 +62,9 @@ class InAFloat(InThe1000th):
     ("kind", "calls"),
     [(InThe300th, 299), (InTheFourth, 3), (InThe1000th, 999), (Assigned, 299), (InAFloat, 999)],
 )
-def test_a_later_call_that_takes_the_other_side_is_said_while_planning(kind, calls):
-    """Bug: a run ended in its 300th micro-batch, and nobody had been told."""
+def test_a_later_call_that_takes_the_other_side_is_said(kind, calls):
+    """Bug: a run ended in its 300th micro-batch, and nobody had been told. (Of these traces, which
+    get no other rows, no call is tried as it is.)"""
     said = []
     trace = trace_model(built(kind), inputs, square, say=said.append)
     (line,) = (line for line in said if "Python reads" in line)
@@ -65,6 +74,38 @@ def test_a_later_call_that_takes_the_other_side_is_said_while_planning(kind, cal
         "which a buffer counts: that micro-batch is refused in the run"
     )
     assert len(trace.reads) == 1
+
+
+@pytest.mark.parametrize("kind", [InThe300th, InTheThird])
+def test_what_reads_the_count_runs_as_it_is(kind):
+    said = []
+    (region,) = planned(built(kind), said=said).regions
+    assert "inside" in str(region)
+    (line,) = (line for line in said if "runs as it is" in line)
+    assert "which a buffer counts" in line
+
+
+def test_each_micro_batch_takes_the_side_that_its_count_says():
+    """Of three micro-batches the third."""
+    assert unlike_whole_or_cut(built(InTheThird), cuts=["relu/1"], others=others) == []
+
+
+class Deletes(InThe300th):
+    """No lines are taken out of a function that forgets a name."""
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        self.calls += 1
+        del x
+        return self.down(hidden * 0.5 if self.takes_the_other_side() else hidden)
+
+
+def test_where_nothing_runs_as_it_is_the_end_of_a_run_is_said():
+    said = []
+    trace = trace_model(built(Deletes), inputs, square, others=others, say=said.append)
+    assert trace.regions == ()
+    (line,) = (line for line in said if "Python reads" in line)
+    assert line.endswith("which a buffer counts: that micro-batch is refused in the run")
 
 
 class IsCounted(Counts):

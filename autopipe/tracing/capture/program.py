@@ -68,6 +68,7 @@ class Findings:
         asks_for_one_row: the user's lines that have asked whether there is one row.
         otherwise: the error if later runs read other values than the first; else None.
         later: the words for a read that gives another value after many calls, or "".
+        refuses_later: whether such a read is refused, so that its call may run as it is.
         held_twice: whether forward reads parameters from unregistered places too.
     """
 
@@ -83,6 +84,7 @@ class Findings:
     asks_for_one_row: set[str] = field(default_factory=set)
     otherwise: CaptureError | None = None
     later: str = ""
+    refuses_later: bool = True
 
     @property
     def counts(self) -> tuple[int, int]:
