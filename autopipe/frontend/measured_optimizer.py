@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import cache, partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from torch.optim import optimizer as steps
 from autopipe.errors import AutopipeError
 from autopipe.frontend import user_lines
 from autopipe.frontend.optimizer import (
-    ByName,
     Elsewhere,
     JoinedElsewhere,
     MakeOptimizer,
@@ -34,10 +32,18 @@ from autopipe.frontend.optimizer import (
     optimizer_named,
     way_to_step,
 )
+from autopipe.frontend.optimizer_trials import (
+    SCALES,
+    Like,
+    Steps,
+    differ,
+    drawn,
+    half,
+    made,
+    stepped,
+)
 from autopipe.ir.graph import Graph, shape_at
 from autopipe.util import seeding
-
-Like = Mapping[str, Tensor]
 
 ELEMENT, TENSOR, MODEL, NOISE = "element", "tensor", "model", "noise"
 """What an optimizer changes by its gradient alone: each element (AdamW), each parameter as a whole
@@ -72,25 +78,14 @@ WORDS = {
 SIZE = 64
 """Rows and columns of the largest parameter that an optimizer is measured on."""
 
-SCALES = ((1.0, 1.0, 1.0), (4.0, 0.25, 1.0), (0.25, 4.0, 1.0), (1.0, 4.0, 1e-3), (4.0, 1.0, 1e3))
-"""Of each step how many times as large gradients are in the first half of a parameter's rows, in
-that of its columns, and as a whole. Adam's change is the same whatever one factor all gradients
-have: it must not be the same in each step, or a norm that they are clipped by is not seen. At the
-first step, a momentum has no past that differs. A norm may have a least value or a largest."""
-
 _EXAMPLE = torch.empty(SIZE, SIZE, dtype=torch.float32, device="meta")
 
 LATE = 30
 """Steps after which an optimizer's warm-up is over (Shampoo's is 25 steps by default)."""
 
-COUNTED, FAR = 4, 9_994
-"""Steps that show which numbers count them, and where those are put then: what an optimizer does
-in every 1000th step (a preconditioner is made anew) it does six steps later, by a large gradient,
-which the momentum of earlier ones does not hide."""
-
-APART, ROUNDING = 0.02, 1e-6
-"""Two changes differ from this share of the largest on, below what it makes to take half a matrix
-for one (6 % and more of torch's Muon and Adafactor), and what a parameter's value is rounded to."""
+LATE_SIZE = 1e-3
+"""How many times as large gradients are in these steps: as small as those of a large model, so that
+a change which is divided by a mean of them is not lost beside the rest."""
 
 
 def stepped_apart(make: MakeOptimizer, like: Like | None = None) -> str:
@@ -190,15 +185,14 @@ def _small(shape: Sequence[int]) -> list[int]:
 
 
 def _stepped_apart(make: MakeOptimizer, like: Like, elsewhere: Elsewhere) -> str:
-    draw = torch.Generator().manual_seed(0)
-    values = {n: torch.randn(t.shape, dtype=t.dtype, generator=draw) for n, t in like.items()}
-    gradients = [{n: _drawn(v, each, draw) for n, v in values.items()} for each in SCALES]
-    _changes(make, values, gradients, elsewhere)
-    change = partial(_changes, make, elsewhere=elsewhere if elsewhere.read else None)
-    found = _unit(change, values, gradients) or _unit(change, values, gradients, LATE)
+    values, gradients = drawn(like)
+    gradients = stepped(make, values, gradients, elsewhere, aims=True).gradients
+    step = partial(stepped, make, elsewhere=elsewhere if elsewhere.read else None)
+    small = [{name: LATE_SIZE * g for name, g in each.items()} for each in gradients]
+    found = _unit(step, values, gradients) or _unit(step, values, small, LATE)
     if not found:
         try:
-            found = _unit(partial(change, far=True), values, gradients, 3 * len(SCALES))
+            found = _unit(partial(step, far=True), values, gradients, 3 * len(SCALES))
         except JoinedElsewhere:
             raise
         except Exception:  # whatever it raises so late: a schedule of its own may have ended
@@ -207,118 +201,52 @@ def _stepped_apart(make: MakeOptimizer, like: Like, elsewhere: Elsewhere) -> str
 
 
 def _unit(
-    change: Callable[..., list[Like]], values: Like, gradients: Sequence[Like], steps: int = 0
+    step: Callable[..., Steps], values: Like, gradients: Sequence[Like], steps: int = 0
 ) -> str:
     """A key of `WORDS`; "": in these steps it changes each element by its own gradient.
 
     Args:
         steps: 0: one for each of the gradients, and all parts are tried. Else parts of each kind.
     """
-    many = [gradients[step % len(gradients)] for step in range(steps or len(gradients))]
-    changed = change(values, many)
-    if _differ(change(values, many), changed):
+    many = [gradients[number % len(gradients)] for number in range(steps or len(gradients))]
+    whole = step(values, many)
+    changed = whole.changes
+    if differ(step(values, many).changes, changed):
         return NOISE
     bits = range(1 if steps else len(values).bit_length())  # any two differ in one of them
     for bit, side in product(bits, (0, 1)):
         some = {name for n, name in enumerate(values) if n >> bit & 1 == side}
-        alone = [{n: g * (n in some) for n, g in step.items()} for step in many]
-        if _differ(change(values, alone), changed, some):
+        alone = [{n: g * (n in some) for n, g in each.items()} for each in many]
+        if differ(step(values, alone).changes, changed, some):
             return MODEL
+    if not steps and _differs_alone(step, values, many, whole):
+        return MODEL
     dims = range(max(value.ndim for value in values.values()))
-    for dim, half in product(dims, (0,) if steps else (0, 1)):
-        own, apart = ([_half(step, dim, half) for step in each] for each in (many, changed))
-        if _differ(change(_half(values, dim, half), own), apart):
+    for dim, which in product(dims, (0,) if steps else (0, 1)):
+        own, apart = ([half(each, dim, which) for each in of] for of in (many, changed))
+        if differ(step(half(values, dim, which), own).changes, apart):
             return TENSOR
     return ""
 
 
-def _drawn(value: Tensor, scales: tuple[float, float, float], draw: torch.Generator) -> Tensor:
-    """A gradient whose mean is not 0, and which is of another size than other parameters'."""
-    size = scales[2] * 4.0 ** float(torch.rand((), generator=draw) * 2 - 1)
-    found: Tensor = size * (torch.randn(value.shape, dtype=value.dtype, generator=draw) + 0.5)
-    for dim, scale in zip(range(value.ndim), scales[:2], strict=False):
-        found.narrow(dim, 0, value.shape[dim] // 2).mul_(scale)
-    return found
-
-
-def _half(tensors: Like, dim: int, half: int) -> dict[str, Tensor]:
-    """Half of each tensor along `dim`; with three rows or fewer, all of it: a half has two."""
-    return {
-        name: tensor.chunk(2, dim)[half] if tensor.ndim > dim and tensor.shape[dim] > 3 else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _changes(
-    make: MakeOptimizer,
-    values: Like,
-    gradients: Sequence[Like],
-    elsewhere: Elsewhere | None = None,
-    far: bool = False,
-) -> list[Like]:
-    """The change that each step makes in parameters of these values.
-
-    Args:
-        far: whether its counters of steps are moved to `FAR` after the first `COUNTED`.
-    """
-    named, optimizer = _made(make, values)
-    seen: list[dict[tuple[int, Any], tuple[dict[Any, Any], float]]] = []
-    if elsewhere is not None:
-        elsewhere.begin(named.values(), optimizer)
-    changes: list[Like] = []
-    for step in gradients:
-        before = {name: parameter.detach().clone() for name, parameter in named.items()}
-        for name, parameter in named.items():  # a copy: a step may clip gradients where they are
-            parameter.grad = step[name].contiguous().clone()
-        with nullcontext() if elsewhere is None else elsewhere:
-            optimizer.step()
-        changes.append({name: p.detach() - before[name] for name, p in named.items()})
-        if far and len(changes) <= COUNTED:
-            seen.append({(id(h), key): (h, number) for h, key, number in _numbers(optimizer)})
-            if len(changes) == COUNTED:
-                _move(seen, FAR - COUNTED)
-    return changes
-
-
-def _numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[Any, Any], Any, float]]:
-    """The numbers that an optimizer, or one that it wraps, keeps: the dict, the key, the value."""
-    for kept in vars(optimizer).values():
-        if isinstance(kept, torch.optim.Optimizer):
-            yield from _numbers(kept)
-    for holder in (vars(optimizer), *optimizer.param_groups, *optimizer.state.values()):
-        for key, value in holder.items():
-            single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-            if single or (isinstance(value, int | float) and not isinstance(value, bool)):
-                yield holder, key, float(value)
-
-
-def _move(seen: Sequence[Mapping[Any, tuple[dict[Any, Any], float]]], steps: int) -> None:
-    """Add steps to each number that was one more after each step: it counts them."""
-    for place, (holder, _) in seen[-1].items():
-        values = [numbers[place][1] for numbers in seen if place in numbers]
-        if values == [values[0] + n for n in range(len(seen))]:
-            holder[place[1]] = holder[place[1]] + steps
-
-
-def _differ(
-    found: Sequence[Like], expected: Sequence[Like], names: Collection[str] | None = None
+def _differs_alone(
+    step: Callable[..., Steps], values: Like, gradients: Sequence[Like], whole: Steps
 ) -> bool:
-    """Whether changes differ beyond rounding in one of the names; None: in any."""
-    for mine, theirs in zip(found, expected, strict=True):
-        for name in mine if names is None else names:
-            most = APART * theirs[name].abs().max() + ROUNDING
-            if bool(((mine[name] - theirs[name]).abs() > most).any()):
-                return True
+    """Whether some parameters change otherwise where the others are not there, as on a rank of a
+    pipeline. What has other settings for them then is found on ranks (`refuse_others`)."""
+    names = [*values]
+    for some in (names[: len(names) // 2], names[len(names) // 2 :]):
+        own = [{name: each[name] for name in some} for each in (values, *gradients)]
+        try:
+            alone = step(own[0], own[1:])
+        except JoinedElsewhere:
+            raise
+        except Exception:  # one of no parameters; or it looks for a name
+            continue
+        same = [name for name in some if alone.settings[name] == whole.settings[name]]
+        if differ(alone.changes, whole.changes, same):
+            return True
     return False
-
-
-def _made(
-    make: MakeOptimizer, values: Like
-) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
-    named = {name: nn.Parameter(value.contiguous().clone()) for name, value in values.items()}
-    if isinstance(make, ByName):
-        return named, make.by_name([*named.items()])
-    return named, make([*named.values()])
 
 
 def optimizer_factor(optimizer: str | MakeOptimizer, graph: Graph | None = None) -> float:
@@ -335,13 +263,13 @@ def optimizer_factor(optimizer: str | MakeOptimizer, graph: Graph | None = None)
         name: torch.zeros(tensor.shape, dtype=tensor.dtype)
         for name, tensor in (like or {"0.weight": _EXAMPLE}).items()
     }
-    named, made = _made(optimizer_named(optimizer), values)
+    named, optimizer_made = made(optimizer_named(optimizer), values)
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
-    made.step()
+    optimizer_made.step()
     held = sum(
         tensor.numel() * tensor.element_size()
-        for state in made.state.values()
+        for state in optimizer_made.state.values()
         for tensor in state.values()
         # A step counter does not grow with the parameter.
         if isinstance(tensor, Tensor) and tensor.numel() > 1

@@ -24,6 +24,9 @@ Named = tuple[str, nn.Parameter]
 
 Whole = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
+Settings = dict[str, dict[str, str] | None]
+"""An optimizer's settings for parameters, by name, as text; None: it does not change that one."""
+
 
 @dataclass(frozen=True)
 class ByName:
@@ -128,10 +131,10 @@ def refuse_others(
     """
     everyone = _without_memory(whole)
     try:
-        among_all = _settings(make(everyone), everyone)
+        among_all = settings_of(make(everyone), everyone)
     except Exception:  # it reads values, or knows no device without them
         return
-    settings = _settings(optimizer, named)
+    settings = settings_of(optimizer, named)
     if not any(among_all.values()):  # it takes the parameters from elsewhere
         if among_all and any(settings) and not any(settings.values()):
             raise ModelError(
@@ -224,9 +227,7 @@ def _without_memory(whole: Whole) -> list[Named]:
     ]
 
 
-def _settings(
-    optimizer: torch.optim.Optimizer, named: Iterable[Named]
-) -> dict[str, dict[str, str] | None]:
+def settings_of(optimizer: torch.optim.Optimizer, named: Iterable[Named]) -> Settings:
     """An optimizer's settings for each parameter, as text; None: it does not change that one."""
     by_parameter = {
         id(parameter): settings

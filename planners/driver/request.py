@@ -21,6 +21,7 @@ from autopipe.errors import AutopipeError, PlanError
 from autopipe.frontend import measured_optimizer as measured
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.optimizer import ByName, MakeOptimizer, optimizer_named
+from autopipe.frontend.optimizer_trials import Like
 from autopipe.ir.blocks import Block, classes, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import Graph, bytes_at
@@ -256,7 +257,7 @@ def as_optimizer_allows(
     constraints: Constraints,
     optimizer: str | MakeOptimizer,
     say: Say,
-    like: measured.Like | None = None,
+    like: Like | None = None,
 ) -> Constraints:
     """The constraints under which an optimizer changes parameters as it does in one process.
 

@@ -163,6 +163,77 @@ def test_an_optimizer_that_changes_some_as_a_whole(make: MakeOptimizer, expected
     assert stepped_apart(make, measured_on(Blocks().named_parameters())) == expected
 
 
+class After(torch.optim.Adam):
+    """Adam, after something that it does with all parameters; it keeps numbers in `kept`."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], does: Callable[..., object]) -> None:
+        super().__init__(parameters, lr=1e-3)
+        self.does, self.kept = does, dict[str, float]()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Adam's has overloads
+        self.does(self.kept, self.param_groups[0]["params"])
+        super().step(closure)
+
+
+def norm_of(tensors: Iterable[torch.Tensor | None]) -> float:
+    return float(torch.stack([t.norm() for t in tensors if t is not None]).norm())
+
+
+def decay_by_gradients(kept: dict[str, float], every: list[nn.Parameter]) -> None:
+    """Decay over the size that all gradients have had, as AdamS has it (Zhang et al., 2025): where
+    they were as large as 1 it is nothing."""
+    kept["norm"] = max(kept.get("norm", 0.0), norm_of(p.grad for p in every))
+    for p in every:
+        p.mul_(1 - 1e-5 / (kept["norm"] + 1e-12))
+
+
+def descend_across(kept: dict[str, float], every: list[nn.Parameter]) -> None:
+    """As AdamP has it (Heo et al., 2021): if gradients of all rows are across the rows, as behind a
+    norm layer, what lies along the weights is taken out of the change."""
+    for p in every:
+        assert p.grad is not None
+        if p.ndim < 2:
+            continue
+        cosines = nn.functional.cosine_similarity(p.grad.flatten(1), p.flatten(1))
+        if cosines.abs().max() < 0.1 / p[0].numel() ** 0.5:
+            change = p.grad.sign()
+            p.grad.copy_(change - p * (p * change).sum() / p.square().sum())
+
+
+def grow(kept: dict[str, float], every: list[nn.Parameter]) -> None:
+    """Smaller gradients where all of them have grown, and the weights too."""
+    now = {"weights": norm_of(every), "gradients": norm_of(p.grad for p in every)}
+    if all(now[key] > 1.001 * kept.get(key, now[key]) for key in now):
+        for p in every:
+            assert p.grad is not None
+            p.grad.mul_(kept["gradients"] / now["gradients"])
+    kept.update(now)
+
+
+def share_decay(kept: dict[str, float], every: list[nn.Parameter]) -> None:
+    """Decay by how many parameters there are."""
+    for p in every:
+        p.mul_(1 - 0.01 / len(every))
+
+
+@pytest.mark.parametrize(
+    ("does", "expected"),
+    [
+        (decay_by_gradients, MODEL),
+        (descend_across, TENSOR),
+        (grow, MODEL),
+        (share_decay, MODEL),
+        (lambda *_: None, ELEMENT),
+    ],
+)
+def test_what_is_seldom_or_little(does: Callable[..., object], expected: str) -> None:
+    """Bug: each was taken for Adam, which goes element by element: it did too little in a step, or
+    nothing with gradients of those sizes and directions."""
+    like = measured_on(Blocks().named_parameters())
+    assert stepped_apart(lambda every: After(every, does), like) == expected
+
+
 class Lookahead(torch.optim.SGD):
     """Keeps parameters of its own, to which it moves those that it was given."""
 
