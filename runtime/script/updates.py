@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from inspect import Parameter, signature
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -26,8 +27,9 @@ from torch.optim.optimizer import (
 
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import measured_optimizer as measured
-from autopipe.frontend.optimizer import CUSTOM
+from autopipe.frontend.optimizer import CUSTOM, ByName, Named
 from autopipe.planfile.contents import Plan
+from autopipe.runtime.script.again import NoOther, another
 from autopipe.runtime.script.clipping import Clipping
 from autopipe.runtime.script.part_changes import PartChanges
 
@@ -137,10 +139,20 @@ class Updates:
 
     def _check_kind(self, optimizer: Optimizer) -> None:
         """Refuse one that the plan was not made for, if it needs more than this rank has."""
-        name, plan = type(optimizer).__name__, self._plan
-        if not plan.parted or plan.optimizer.lower() in (CUSTOM, name.lower()):
+        kind, plan = type(optimizer), self._plan
+        if not plan.parted or (_of_torch(kind) and plan.optimizer.lower() == kind.__name__.lower()):
             return
-        effect = _effect(optimizer)
+        trained = {name: one for name, one in self._own.items() if _has(optimizer, one)}
+        try:
+            effect = _effect(optimizer, trained)
+        except NoOther as error:
+            if plan.optimizer == CUSTOM:  # planning has looked at it
+                return
+            raise ModelError(
+                f"{kind.__name__} may change a parameter by more than its own gradient, of which "
+                f"this rank has a part, and no second one can be made to look at: {error.message}",
+                hint=_planned_for(kind),
+            ) from error
         zero = plan.zero if plan.deals or plan.scatters else 0
         split = {"zero": zero, "tp": plan.mesh.tp, "pp": plan.mesh.pp}
         if effect == measured.TENSOR:
@@ -150,10 +162,25 @@ class Updates:
             return
         does, instead = measured.WORDS[effect]
         raise ModelError(
-            f"{name} {does}, and the plan has {' and '.join(parts)}: of the part that a rank has "
-            "it makes something else",
-            hint=f"plan for it, optimizer={name!r}; or take an optimizer that {instead}",
+            f"{kind.__name__} {does}, and the plan has {' and '.join(parts)}: of the part that a "
+            "rank has it makes something else",
+            hint=f"{_planned_for(kind)}; or take an optimizer that {instead}",
         )
+
+
+def _of_torch(kind: type[Optimizer]) -> bool:
+    return vars(torch.optim).get(kind.__name__) is kind
+
+
+def _has(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    return any(one is parameter for group in optimizer.param_groups for one in group["params"])
+
+
+def _planned_for(kind: type[Optimizer]) -> str:
+    """The hint for an optimizer of this class that a plan was not made for."""
+    name = kind.__name__
+    written = repr(name) if _of_torch(kind) else f"lambda parameters: {name}(parameters, ...)"
+    return f"plan for it: autopipe.plan(..., optimizer={written})"
 
 
 def _described(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
@@ -162,20 +189,35 @@ def _described(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     return f"{type(optimizer).__name__} {sorted(numbers.items())}"
 
 
-def _effect(optimizer: Optimizer) -> str:
-    """What an optimizer of this class and with these defaults changes together, as far as it can be
-    made anew."""
+def _effect(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
+    """What an optimizer changes together, found by steps of others like it.
 
-    def again(parameters: Any) -> Optimizer:
-        return type(optimizer)(parameters, **optimizer.defaults)
+    Args:
+        trained: this rank's parameters that it has.
 
-    closure = signature(type(optimizer).step).parameters.get("closure")
+    Raises:
+        NoOther: no other can be made that makes steps.
+    """
+    kind = type(optimizer)
+    closure = signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         return measured.MODEL  # it searches along a line, as LBFGS does
-    try:
-        return measured.stepped_apart(again)
-    except AutopipeError:  # its class takes other arguments than it keeps
+    if _of_torch(kind):
+        return measured.named_apart(kind.__name__)
+
+    def again(named: Iterable[Named]) -> Optimizer:
+        return another(optimizer, {id(trained[name]): one for name, one in named})
+
+    like = measured.measured_on(trained.items())
+    if not like:
         return measured.ELEMENT
+    try:
+        return measured.stepped_apart(ByName(again), like)
+    except AutopipeError as why:
+        try:
+            return measured.stepped_apart(lambda given: kind(given, **optimizer.defaults), like)
+        except AutopipeError:
+            raise NoOther(why.message) from why
 
 
 class _Hook:

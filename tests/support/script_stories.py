@@ -5,7 +5,9 @@ Each would train or show something else than plain PyTorch, and no word would be
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +48,35 @@ def an_optimizer_of_whole_matrices() -> None:
         torch.optim.LBFGS(pipe.parameters()).step(lambda: torch.zeros(()))
     for name, one in pipe.named_parameters():
         assert torch.equal(one, weights[name]), "nothing is changed"
+
+
+class Prodigious(torch.optim.AdamW):
+    """One number for all parameters, and a setting that its class does not take, as Prodigy."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self.param_groups[0]["d"] = 1.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # AdamW's has overloads
+        (group,) = self.param_groups
+        group["d"] += float(sum(p.grad.abs().sum() for p in group["params"]))
+        group["lr"] = 1e-3 * group["d"]
+        super().step(closure)
+
+
+@story(2)
+def an_optimizer_that_is_no_setting_of_its_class() -> None:
+    """It cannot be made anew by its class; one that has a state of its own by no means."""
+    plan = planned("linear", 1, 2, 1, zero=1)
+    pipe = autopipe.parallelize(ZOO["linear"].model(), plan, loss=ZOO["linear"].loss)
+    pipe.step(drawn("linear", plan.batch.rows, 0))
+    told = "Prodigious changes all parameters together", "=lambda parameters: Prodigious("
+    with refused(ModelError, *told):
+        Prodigious(pipe.parameters()).step()
+    unknown = Prodigious(pipe.parameters())
+    unknown.own = torch.Generator()  # type: ignore[attr-defined]
+    with refused(ModelError, "no second one can be made to look at: it has a Generator"):
+        unknown.step()
 
 
 @story(2)
