@@ -80,6 +80,18 @@ def an_optimizer_that_is_no_setting_of_its_class() -> None:
 
 
 @story(2)
+def another_optimizer_than_the_function_that_was_planned_for() -> None:
+    """The plan is one for a function, which made gradient descent."""
+    plan = planned("linear", 1, 2, 1, zero=1, optimizer=sgd)
+    assert plan.optimizer == "custom"
+    pipe = autopipe.parallelize(ZOO["linear"].model(), plan, loss=ZOO["linear"].loss)
+    pipe.step(drawn("linear", plan.batch.rows, 0))
+    with refused(ModelError, "Prodigious changes all parameters together", "zero=1"):
+        Prodigious(pipe.parameters()).step()
+    sgd(pipe.parameters()).step()
+
+
+@story(2)
 def the_module_itself() -> None:
     """It may be called before the first step, and once it has the trained weights."""
     case, plan = ZOO["linear"], planned("linear", 1, 2, 1, zero=1)
