@@ -113,6 +113,7 @@ def parallelize(
         held=held.states,
         trained=held.gradients.shards(),
         clipping=clipping,
+        constants=traced.trace.graph.constants,
     )
     return Pipe(
         rank,

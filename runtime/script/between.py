@@ -49,12 +49,17 @@ class Between:
     between = Between(model, loss)
     ANNEAL["beta"] = 0.5
     between.moved()                 my_model.ANNEAL; and nothing when asked once more
+
+    Args:
+        built: whether the model was built for the run, so that one of its class which a file keeps
+            may be meant. A script's own module is itself, and others are others.
     """
 
-    def __init__(self, model: nn.Module, *parts: Part) -> None:
+    def __init__(self, model: nn.Module, *parts: Part, built: bool = True) -> None:
         read = _read_by((model, *parts))
         self._places = [_Place(holder, read, None) for holder in holders_of(model, *parts)]
-        kept_models = _kept_models(model, self._places)
+        self._parts = parts
+        kept_models = _kept_models(model, self._places) if built else []
         for kept in kept_models:
             self._places += [_Place(holder, read, kept) for holder in _own_holders(kept)]
         self._models = [(model, False), *((kept, True) for kept in kept_models)]
@@ -64,6 +69,14 @@ class Between:
     def models(self) -> list[nn.Module]:
         """The model, and others that the user's files keep."""
         return [model for model, _ in self._models]
+
+    @property
+    def others(self) -> list[nn.Module]:
+        """Modules beside the model that the user's files keep, or that the loss uses."""
+        own = set(self._models[0][0].modules())
+        kept = (value for place in self._places for value in list(place.holder.entries.values()))
+        found = [*modules_among(self._parts), *(one for one in kept if isinstance(one, nn.Module))]
+        return [module for module in dict.fromkeys(found) if module not in own]
 
     def moved(self) -> list[MovedValue]:
         """The values that have changed since the last call of this, or since it was made."""

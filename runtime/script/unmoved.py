@@ -24,6 +24,7 @@ from autopipe.runtime.script.between import Between, MovedValue
 from autopipe.runtime.script.clipping import Clipping
 from autopipe.runtime.script.copied import Copied, copies_of
 from autopipe.runtime.script.gradient_hooks import GradientHooks
+from autopipe.runtime.script.lent import Lent
 from autopipe.runtime.script.moved_frozen import MovedFrozen
 from autopipe.runtime.script.stale import Stale
 from autopipe.runtime.script.updates import Updates
@@ -41,6 +42,7 @@ class Unmoved:
         held: the tensors that the rank reads, by name.
         trained: what its optimizer is to update, by name.
         clipping: the rank's.
+        constants: those of the graph, by name.
     """
 
     def __init__(
@@ -53,14 +55,18 @@ class Unmoved:
         held: Mapping[str, Tensor],
         trained: Mapping[str, nn.Parameter],
         clipping: Clipping,
+        constants: Mapping[str, Tensor],
     ) -> None:
         self._model, self._skeleton, self._example = model, skeleton, example
         self._loss, self._plan = loss, plan
         self._looked_at = model if isinstance(model, nn.Module) else skeleton
         self._moves: Counter[str] = Counter()
-        self._between = Between(self._looked_at, *([loss] if loss is not None else []))
+        built = not isinstance(model, nn.Module)
+        losses = [loss] if loss is not None else []
+        self._between = Between(self._looked_at, *losses, built=built)
         self._copied = Copied(self._between.models, held)
         self._frozen = MovedFrozen(self._between.models, parts=plan.parted, trained=trained)
+        self._lent = Lent(self._between.others, constants, held, parts=plan.parted)
         self._updates = Updates(plan, self._looked_at, trained, clipping)
         self._hooks = GradientHooks(plan, self._looked_at, held, trained)
         self._stale: Stale | None = None
@@ -78,7 +84,8 @@ class Unmoved:
         Raises:
             ModelError: a value that the graph contains has changed, a buffer was replaced, a weight
                 was written of which this rank trains a copy, or a frozen one; or a parameter is
-                trained that was frozen; names it. Or an optimizer was made of the module's own
+                trained that was frozen; names it. Or weights that the loss reads of another model
+                were replaced (`Lent.check`). Or an optimizer was made of the module's own
                 parameters, and not of this rank's; or a hook on a gradient would not be called.
         """
         if resumed:
@@ -88,6 +95,7 @@ class Unmoved:
         if (name := self._copied.written()) is not None:
             raise _of_copy(name)
         self._frozen.check()
+        self._lent.check()
         self._hooks.check()
         self._updates.check()
         for moved in self._between.moved():
@@ -103,6 +111,7 @@ class Unmoved:
         self._between.moved_buffers()
         self._copied.written()
         self._frozen.note()
+        self._lent.note()
         if self._stale is not None:
             self._stale.note()
 

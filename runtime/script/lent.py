@@ -1,0 +1,117 @@
+"""Refuses a step if a script has moved weights of another model that the graph reads as constants.
+
+    def loss(outputs, batch):                the teacher's weights are constants of the graph,
+        target = teacher(batch["x"])         in the memory that they had when it was traced
+
+    t.lerp_(s, 0.01)                         writes that memory: the next step reads it
+    t.data = 0.99 * t.data + 0.01 * s.data   is other memory, which plain PyTorch would read
+
+Ranks with parts of what is trained would move the teacher by their own part alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import ModelError
+from autopipe.ir.torch_private import is_fake, storage_key
+from autopipe.runtime.script.copied import Sight, look_at, values_of
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of a module by its name there; `constant`: the graph's, in the same memory.
+
+    `copied`: this rank reads a copy of the constant.
+    """
+
+    module: nn.Module
+    name: str
+    constant: Tensor
+    copied: bool
+
+    @property
+    def now(self) -> Tensor | None:
+        """The tensor that the module has by this name."""
+        found = chain(self.module.named_parameters(), self.module.named_buffers())
+        return next((tensor for name, tensor in found if name == self.name), None)
+
+
+class Lent:
+    """The tensors of modules that are constants of a graph, looked at between two steps.
+
+    Args:
+        modules: those that code of the model and its loss may read, without the model itself.
+        constants: the graph's, by name.
+        held: what this rank reads, by name.
+        parts: whether a rank has parts of what is trained: stages, shards or rows.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        constants: Mapping[str, Tensor],
+        held: Mapping[str, Tensor],
+        *,
+        parts: bool,
+    ) -> None:
+        self._parts = parts
+        named = {_memory(one): name for name, one in constants.items() if not is_fake(one)}
+        self._places = [
+            _Place(module, name, constants[constant], copied)
+            for module in modules
+            for name, tensor in values_of(module).items()
+            if (constant := named.get(_memory(tensor))) is not None
+            for copied in [_memory(held.get(constant, tensor)) != _memory(tensor)]
+        ]
+        self._looks: list[Sight] | None = None
+
+    def note(self) -> None:
+        """Take the present values as unchanged; before the first step they may be loaded."""
+        self._looks = self._now()
+
+    def check(self) -> None:
+        """Compare with what was noted.
+
+        Raises:
+            ModelError: a tensor lies elsewhere than the graph's constant; or it was written since,
+                and this rank reads a copy, or ranks have parts.
+        """
+        for place in self._places:
+            now = place.now
+            if now is None or _memory(now) != _memory(place.constant):
+                raise ModelError(
+                    f"{place.name!r} of another {type(place.module).__name__}, which the model or "
+                    "its loss reads, was replaced by another tensor between two steps, and ranks "
+                    "read the one that it was",
+                    hint="write it where it is, under torch.no_grad(): old.lerp_(new, 0.01), or "
+                    "old.copy_(new)",
+                )
+        if self._looks is None:
+            return
+        for place, before, sight in zip(self._places, self._looks, self._now(), strict=True):
+            if (self._parts or place.copied) and not sight.same(before):
+                raise ModelError(
+                    f"{place.name!r} of another {type(place.module).__name__}, which the model or "
+                    "its loss reads, was written between two steps, while a rank of this plan has "
+                    "only a part of what is trained, or reads a copy of it",
+                    hint="plan without pipelines, tensor parallelism and ZeRO: --pp 1 --tp 1 "
+                    "--zero 0; or give what it computes in the batch",
+                )
+
+    def _now(self) -> list[Sight]:
+        if not (self._parts or any(place.copied for place in self._places)):
+            return [Sight(None)] * len(self._places)
+        found = (place.now for place in self._places)
+        return [Sight(None) if one is None else look_at(one) for one in found]
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The key of a tensor's storage, and where the tensor begins there."""
+    dense = tensor.layout == torch.strided
+    return storage_key(tensor), int(tensor.storage_offset()) if dense else 0
