@@ -65,6 +65,8 @@ class Updates:
         self._dropped = 0
         self._began, self._options = NONE, set[str]()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._unclear: weakref.WeakKeyDictionary[Optimizer, ModelError]
+        self._unclear = weakref.WeakKeyDictionary()
         for handle in (
             register_optimizer_step_pre_hook(_Hook(self)),
             register_optimizer_step_post_hook(_Hook(self, ends=True)),
@@ -95,11 +97,18 @@ class Updates:
             )
         if optimizer not in self._known:
             self._known.add(optimizer)
-            self._check_kind(optimizer)
+            if unclear := self._check_kind(optimizer):
+                self._unclear[optimizer] = unclear
         self._clipping.check()
 
     def ends(self, optimizer: Optimizer) -> None:
-        """Note the weights that an optimizer has made."""
+        """Note the weights that an optimizer has made.
+
+        Raises:
+            ModelError: it is not clear what it changes together.
+        """
+        if optimizer in self._unclear:
+            raise self._unclear[optimizer]
         if any(id(one) in self._trained for g in optimizer.param_groups for one in g["params"]):
             self._weights.note(self._own)
 
@@ -137,29 +146,34 @@ class Updates:
         digest = hashlib.blake2b("\n".join(options).encode(), digest_size=4).digest()
         return began, len(options) << 32 | int.from_bytes(digest, "big")
 
-    def _check_kind(self, optimizer: Optimizer) -> None:
-        """Refuse one that the plan was not made for, if it needs more than this rank has."""
+    def _check_kind(self, optimizer: Optimizer) -> ModelError | None:
+        """Refuse one that the plan was not made for, if it needs more than this rank has.
+
+        Returns:
+            The refusal of one that cannot be tried, for the end of its step: a step that fails
+            itself, as the trial did, says better why.
+        """
         kind, plan = type(optimizer), self._plan
         if not plan.parted or (_of_torch(kind) and plan.optimizer.lower() == kind.__name__.lower()):
-            return
+            return None
         trained = {name: one for name, one in self._own.items() if _has(optimizer, one)}
         try:
             effect = _effect(optimizer, trained)
         except NoOther as error:
             if plan.optimizer == CUSTOM:  # planning has looked at it
-                return
-            raise ModelError(
+                return None
+            return ModelError(
                 f"{kind.__name__} may change a parameter by more than its own gradient, of which "
                 f"this rank has a part, and no second one can be made to look at: {error.message}",
                 hint=_planned_for(kind),
-            ) from error
+            )
         zero = plan.zero if plan.deals or plan.scatters else 0
         split = {"zero": zero, "tp": plan.mesh.tp, "pp": plan.mesh.pp}
         if effect == measured.TENSOR:
             del split["pp"]
         parts = [f"{key}={degree}" for key, degree in split.items() if degree > (key != "zero")]
         if effect == measured.ELEMENT or not parts:
-            return
+            return None
         does, instead = measured.WORDS[effect]
         raise ModelError(
             f"{kind.__name__} {does}, and the plan has {' and '.join(parts)}: of the part that a "
