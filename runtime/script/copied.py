@@ -80,8 +80,8 @@ class Copied:
         return next((place.name for place, old, new in pairs if not new.same(old)), None)
 
     def _now(self) -> list[Sight]:
-        states = {model: values_of(model) for model in {place.model for place in self._places}}
-        return [_look(states[place.model].get(place.name), place) for place in self._places]
+        found = present((place.model, place.name) for place in self._places)
+        return [_look(one, place) for one, place in zip(found, self._places, strict=True)]
 
 
 def copies_of(model: nn.Module, held: Mapping[str, Tensor]) -> list[str]:
@@ -93,6 +93,13 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     """A module's parameters and buffers that have values."""
     named = chain(model.named_parameters(), model.named_buffers())
     return {name: one for name, one in named if not (is_fake(one) or one.is_meta)}
+
+
+def present(places: Iterable[tuple[nn.Module, str]]) -> list[Tensor | None]:
+    """The tensors that modules have by these names now; each module is gone through once."""
+    asked = [*places]
+    states = {model: values_of(model) for model in {model for model, _ in asked}}
+    return [states[model].get(name) for model, name in asked]
 
 
 def _look(tensor: Tensor | None, place: _Weight) -> Sight:

@@ -11,16 +11,15 @@ Ranks with parts of what is trained would move the teacher by their own part alo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
 from autopipe.ir.torch_private import is_fake, storage_key
-from autopipe.runtime.script.copied import Sight, look_at, values_of
+from autopipe.runtime.script.copied import Sight, look_at, present, values_of
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,6 @@ class _Place:
     name: str
     constant: Tensor
     copied: bool
-
-    @property
-    def now(self) -> Tensor | None:
-        """The tensor that the module has by this name."""
-        found = chain(self.module.named_parameters(), self.module.named_buffers())
-        return next((tensor for name, tensor in found if name == self.name), None)
 
 
 class Lent:
@@ -73,7 +66,7 @@ class Lent:
 
     def note(self) -> None:
         """Take the present values as unchanged; before the first step they may be loaded."""
-        self._looks = self._now()
+        self._looks = self._seen(self._now())
 
     def check(self) -> None:
         """Compare with what was noted.
@@ -82,8 +75,8 @@ class Lent:
             ModelError: a tensor lies elsewhere than the graph's constant; or it was written since,
                 and this rank reads a copy, or ranks have parts.
         """
-        for place in self._places:
-            now = place.now
+        found = self._now()
+        for place, now in zip(self._places, found, strict=True):
             if now is None or _memory(now) != _memory(place.constant):
                 raise ModelError(
                     f"{place.name!r} of another {type(place.module).__name__}, which the model or "
@@ -94,7 +87,7 @@ class Lent:
                 )
         if self._looks is None:
             return
-        for place, before, sight in zip(self._places, self._looks, self._now(), strict=True):
+        for place, before, sight in zip(self._places, self._looks, self._seen(found), strict=True):
             if (self._parts or place.copied) and not sight.same(before):
                 raise ModelError(
                     f"{place.name!r} of another {type(place.module).__name__}, which the model or "
@@ -104,10 +97,12 @@ class Lent:
                     "--zero 0; or give what it computes in the batch",
                 )
 
-    def _now(self) -> list[Sight]:
+    def _now(self) -> list[Tensor | None]:
+        return present((place.module, place.name) for place in self._places)
+
+    def _seen(self, found: Sequence[Tensor | None]) -> list[Sight]:
         if not (self._parts or any(place.copied for place in self._places)):
-            return [Sight(None)] * len(self._places)
-        found = (place.now for place in self._places)
+            return [Sight(None)] * len(found)
         return [Sight(None) if one is None else look_at(one) for one in found]
 
 

@@ -74,7 +74,7 @@ def an_optimizer_that_is_no_setting_of_its_class() -> None:
     with refused(ModelError, *told):
         Prodigious(pipe.parameters()).step()
     unknown = Prodigious(pipe.parameters())
-    unknown.own = torch.Generator()  # type: ignore[attr-defined]
+    unknown.own = torch.Generator()  # type: ignore[attr-defined]  # a script's own
     with refused(ModelError, "no second one can be made to look at: it has a Generator"):
         unknown.step()
 

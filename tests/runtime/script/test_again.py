@@ -36,7 +36,7 @@ class Around(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it returns a loss
         self.inner.step(closure)
 
 
@@ -86,10 +86,12 @@ def test_what_may_have_a_state_is_not_shared() -> None:
     """Steps of the second one would change it."""
     one = nn.Parameter(torch.ones(2))
     counting = Clipped([one], 0.05)
-    counting.means = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))  # type: ignore[attr-defined]
+    means = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    counting.means = means  # type: ignore[attr-defined]  # a script's own
     with pytest.raises(NoOther, match="it has a AveragedModel, which may have a state"):
         another(counting, {id(one): one})
     patched = torch.optim.SGD([one], lr=0.1)
+    # mypy lets nobody replace a method, or give a lambda the overloads of one.
     patched.step = lambda closure=None: None  # type: ignore[method-assign,assignment,misc]
     with pytest.raises(NoOther, match="its step was replaced"):
         another(patched, {id(one): one})
