@@ -173,6 +173,21 @@ def listed(room: str) -> Iterator[tuple[str, str | None]]:
             yield f"{room}.{module}", name if dot else None
 
 
+def mapped(docstring: str, modules: set[str]) -> set[str]:
+    """The modules at the begin of a line of a room's map: `    problem, devices   ...`."""
+    lines = re.findall(r"^ {4}([a-z_0-9]+(?:, [a-z_0-9]+)*) {2,}\S", docstring, flags=re.M)
+    return {word for line in lines for word in line.split(", ")} & modules
+
+
+@pytest.mark.parametrize("of", MAY_IMPORT)
+def test_a_map_of_a_room_names_all_its_modules(of: str) -> None:
+    """Where a room's `__init__` goes through its modules, none is missing."""
+    modules = {module.rpartition(".")[2] for module in FILES if room(module) == of} - {"__init__"}
+    said = ast.get_docstring(tree(f"{of}.__init__")) or ""
+    if len(mapped(said, modules)) > len(modules) / 2:
+        assert modules - set(re.findall(r"\w+", said)) == set()
+
+
 def defined(module: str) -> set[str]:
     """The names that a module itself defines, not those that it imports."""
     names = set()

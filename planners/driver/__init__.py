@@ -13,10 +13,12 @@ Other rooms use: `make_plan.plan`, `replan.replan`, `arguments`, `outcomes`,
     checked_trace  the model as a graph, with all checks of it
     arguments      each argument checked and completed
     precisions     the precision asked for, or the first usual one in which the model runs
-    against_eager  the graph computes what the model does
+    against_eager  the graph computes what the model does (`outcomes`: both, compared)
+    against_whole  a loss over the batch is the same in two passes
     candidate      one tensor-parallel degree: its Problem, its search
     loss_parts     the loss whole, or from parts of its vocabulary
     choose         the best plan over all degrees
     refine         exact bytes and longest paths correct the estimate
-    write_plan     an Answer -> a Plan
+    write_plan     an Answer -> a Plan (`work`: what its step computes)
+    replan         a plan again, for the devices that are left
 """

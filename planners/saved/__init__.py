@@ -11,5 +11,6 @@ Other rooms use: `saved_tensors.Saving`, `observe.observe_saved`, `block_levels.
     observe          what one number of rows keeps
     other_rows       joint graphs of numbers of rows that were not run
     saved_tensors    what each number of rows keeps                 start reading here
+    between_halves   what is kept between the halves of a backward that is split
     block_levels     the levels of all blocks of the whole graph
 """

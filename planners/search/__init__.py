@@ -12,6 +12,8 @@ Other rooms use: `registry.PLANNERS`, `best.Answer`, `.Outdone`, `.with_other_de
     dynamic, descent                 the exact planner
     in_turns                         the exact planner for ranks that take turns at a stage
     exhaustive, uniform              its oracle, and the baseline
+    registry                         the planners by name
     best                             the best of all configs                start reading here
+    spare_room                       less is run again where a rank of several stages has room
     alternatives, reasons, relax     the words of an answer or a refusal
 """
