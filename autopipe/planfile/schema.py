@@ -20,7 +20,7 @@ def text() -> str:
 
 
 def main() -> None:
-    """Write the schema beside this file."""
+    """Write the schema to `PATH`."""
     atomic_file.write(text(), PATH)
     print(PATH, file=sys.stderr)
 

@@ -31,7 +31,7 @@ def need(graph: Graph, precision: str) -> Need:
 
 
 def products(graph: Graph) -> tuple[str, ...]:
-    """The dtype of the model's own matrix products, as a plan has it."""
+    """The dtypes of the model's own matrix products, as a plan has them."""
     found = {
         op_seconds.rate_name(formula.dtype) for formula in op_costs.costs(graph) if formula.dims
     }

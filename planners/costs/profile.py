@@ -4,7 +4,7 @@
             --profiled--> Problem with bytes
 
 Seconds follow from formulas (`ir.op_costs`). Bytes saved for backward are observed in runs without
-memory (`planners.costs.saved_tensors`). Of equal repeated blocks only a few are run and costed
+memory (`planners.saved.saved_tensors`). Of equal repeated blocks only a few are run and costed
 (`ir.repeats`).
 """
 

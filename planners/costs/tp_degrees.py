@@ -263,7 +263,6 @@ def sending_seconds(
     Args:
         graph: the graph of one rank, or a part of it.
         link: the link between the ranks.
-
     """
     found = []
     for (there, back), formula in exchanges(graph, ranks, precision):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autopipe.cluster.cluster import Link
 from autopipe.cluster.collective_time import Topology
-from autopipe.errors import AutopipeError, InfeasibleError
+from autopipe.errors import AutopipeError
 from autopipe.frontend.measured_optimizer import optimizer_factor
 from autopipe.frontend.model_file import ModelFile
 from autopipe.frontend.optimizer import CUSTOM
@@ -127,8 +127,8 @@ def _searched(plan: Plan, job: request.Job) -> Iterator[Plan]:
 def _plan(
     candidate: Candidate, mesh: PipelineDegrees | None, problem: Problem | None = None
 ) -> Iterator[Plan]:
-    """The best plan of a mesh, or of a problem; None: nothing fits."""
-    with suppress(InfeasibleError, AutopipeError):
+    """The best plan of a mesh, or of a problem, if any fits."""
+    with suppress(AutopipeError):
         answer = candidate.search(problem or candidate.counted().problem, (), mesh)
         yield plan_that_fits(candidate, answer, mesh)
 

@@ -168,17 +168,16 @@ def _power(name: str, power: int) -> tuple[Expression, ...]:
 
 
 def _passing(planned: PlannedStages, index: int, *, compiled: bool) -> Expression:
-    """`StageSizes.passing`, as `plan_memory` counts it."""
+    """`StageSizes.passing`, as `costs.loss_bytes` counts it."""
     graph, stage = planned.split.graph, planned.split.stages[index]
     sizes = [*filter(None, loss_bytes(graph, stage.nodes, compiled=compiled))]
     return largest(*(of_sympy(size, NAMES) for size in sizes)) if sizes else 0.0
 
 
 def _gradients(planned: PlannedStages, index: int) -> tuple[int, int]:
-    """`StageSizes.largest` and `.wide`, as `plan_memory` counts them."""
+    """`StageSizes.largest` and `.wide`, as `costs.stage_memory.passing` counts them."""
     states = (planned.split.graph.states[name] for name in planned.split.stages[index].states)
     trained = [state for state in states if state.trainable]
     summed = [bytes_at(state.summed, 1) for state in trained]
-    sharded = planned.plan.zero == 1 and planned.plan.mesh.dp > 1
-    wide = 0 if sharded else sum(bytes_at(state.held, 1) for state in trained) - sum(summed)
-    return max(summed, default=0), wide
+    more = sum(bytes_at(state.held, 1) for state in trained) - sum(summed)
+    return max(summed, default=0), 0 if planned.plan.deals else more

@@ -80,7 +80,7 @@ def excess(held: Held, limit: int) -> Held:
 
 
 class EstimatedBytes(NamedTuple):
-    """Bytes on one device by purpose, for every range of units: the fields of `planfile.Memory`.
+    """Bytes on one device by purpose, for every range of units: fields of `planfile.parts.Memory`.
 
     Each is an array of the shape of the ranges, but for `buffers` and others that are one number
     where all ranges have the same.

@@ -94,6 +94,6 @@ def _of(
 
 
 def _slower(best: Scored, step_seconds: float) -> float:
-    """By which share another step is longer than the best; None for an unknown step."""
+    """By which share another step is longer than the best one."""
     least = best.estimate.step_seconds
     return step_seconds / least - 1 if least else 0.0

@@ -285,7 +285,7 @@ def watch(store: Store, *, rank: int, size: int, node: int, local_rank: int, hos
 
     Args:
         store: the run's.
-        rank, size, node, local_rank: as in `launch.World`.
+        rank, size, node, local_rank: as in `launch.world.World`.
         host: a host name or address at which every rank reaches rank 0.
 
     Returns:
