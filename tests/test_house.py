@@ -72,7 +72,7 @@ def test_a_class_name_means_one_thing() -> None:
     assert {c: sorted(found) for c, found in rooms.items() if len(found) > 1} == {}
 
 
-def test_imports_have_no_circle() -> None:
+def test_imports_have_no_cycle() -> None:
     """Imports for types count: a reader follows them too."""
     uses = {
         name: {module_of(what) for _, what in imports(tree(name)) if what.startswith("autopipe")}

@@ -2,7 +2,7 @@
 
 First `schedules.validate` checks the rules that need no graph: each program is complete, and both
 ends of a channel have the same order. Then the graph of waits (`schedules.event_graph`) is walked:
-the walk comes to its end, or the instructions that are left wait for each other in a circle. That
+the walk comes to its end, or the instructions that are left wait for each other in a cycle. That
 is the deadlock, and the error follows it in words.
 
 A transport that buffers or completes early only removes edges from that graph. So the proof holds
@@ -141,7 +141,7 @@ def run(graph: EventGraph, delays: Delays | None = None, lanes: Lanes | None = N
     if all(map(operator.eq, map(len, found.ends), map(len, graph.programs))):
         return found
     raise ScheduleError(
-        "deadlock: " + "; ".join(_circle(graph, found, lanes)),
+        "deadlock: " + "; ".join(_cycle(graph, found, lanes)),
         hint="one of these must come earlier or later in its program, or a window be wider",
     )
 
@@ -149,11 +149,11 @@ def run(graph: EventGraph, delays: Delays | None = None, lanes: Lanes | None = N
 _Transfer = tuple[Channel, int]
 
 
-def _circle(graph: EventGraph, walk: Walk, lanes: Lanes | None) -> list[str]:
-    """The waits around the circle in words, from its lowest rank.
+def _cycle(graph: EventGraph, walk: Walk, lanes: Lanes | None) -> list[str]:
+    """The waits around the cycle in words, from its lowest rank.
 
     Each rank that is left (at a WAIT or a FREE) and each transfer that is left (in its lane) waits
-    for another rank or transfer that is left. To follow these waits leads into a circle.
+    for another rank or transfer that is left. To follow these waits leads into a cycle.
     """
     at = {
         rank: program[len(done)]

@@ -11,7 +11,7 @@ are ready for it and the transfer before it on its lane is over. Nothing is buff
 
 With the order of each program this is a graph in which everything waits for ALL its predecessors.
 Such a graph can be run in any order that its edges allow and always gets equally far, so walking it
-once is a proof: the walk comes to the end of every program, or what is left holds a circle.
+once is a proof: the walk comes to the end of every program, or what is left holds a cycle.
 
 With `Delays` the same walk tells the time of everything, that is the longest path to it:
 

@@ -42,7 +42,7 @@ def step_programs(
         turns: as `schedules.transfers.insert` has it.
 
     Raises:
-        ScheduleError: the programs deadlock; the message is the circle of waits.
+        ScheduleError: the programs deadlock; the message is the cycle of waits.
     """
     programs = insert(compute, edges(stages, boundaries), windows, sends_ahead, turns)
     # Of ranks that take turns one may have nothing to do in a batch of few micro-batches.

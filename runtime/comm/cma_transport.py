@@ -255,7 +255,7 @@ class _Line:
 class _Exchange:
     """All lines of a rank: while the rank waits on one, it serves them all.
 
-    So ranks that wait for each other, or in a circle, still answer each other's offers.
+    So ranks that wait for each other, or in a cycle, still answer each other's offers.
     """
 
     def __init__(self, wires: Mapping[int, CmaWire], timeout: float) -> None:

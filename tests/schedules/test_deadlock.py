@@ -1,4 +1,4 @@
-"""Programs that would wait for each other are refused with the circle as a sentence."""
+"""Programs that would wait for each other are refused with the cycle as a sentence."""
 
 import random
 
@@ -37,7 +37,7 @@ def refusal(text, lanes=None):
     return error.value.message
 
 
-def test_a_deadlock_is_followed_around_its_circle():
+def test_a_deadlock_is_followed_around_its_cycle():
     """Stage 0 wants gradient 0 before it sends activation 1, stage 1 wants them the other way."""
     assert refusal("""
         rank 0: 0POST_B0<1 0F0 0SEND_F0>1 0WAIT_B0<1 0FREE_F0>1 0B0 0F1 0SEND_F1>1 0FREE_F1>1
@@ -61,7 +61,7 @@ def test_a_send_that_is_waited_for_before_anybody_receives_it_is_a_deadlock():
     )
 
 
-def test_a_rank_that_waits_outside_the_circle_is_left_out_of_the_sentence():
+def test_a_rank_that_waits_outside_the_cycle_is_left_out_of_the_sentence():
     """Rank 0 waits for rank 1, which will not come: ranks 1 and 2 hold each other up."""
     assert refusal(
         """
@@ -78,7 +78,7 @@ def test_a_rank_that_waits_outside_the_circle_is_left_out_of_the_sentence():
 
 
 def test_a_rank_may_wait_for_itself():
-    """Stages 0 and 1 on one rank: a circle of one."""
+    """Stages 0 and 1 on one rank: a cycle of one."""
     sentence = refusal("""
         rank 0: 1POST_F0<0 0F0 1WAIT_F0<0 0SEND_F0>1 0FREE_F0>1 1F0
     """)
@@ -197,7 +197,7 @@ def test_lanes_of_one_direction(name, by_direction, by_flow):
     assert survivors(name, "pair, direction, flow") == by_flow
 
 
-def test_a_circle_through_a_lane_is_told_by_who_is_before_whom():
+def test_a_cycle_through_a_lane_is_told_by_who_is_before_whom():
     programs = insert(one_f_one_b(2, 1), chain(2), [1])
     assert refusal(format_programs(programs), lanes_by("pair", programs)) == (
         "deadlock: "

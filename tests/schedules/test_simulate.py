@@ -183,7 +183,7 @@ def law(p, compute, wire, way, depth):
 def test_the_law_of_eager_one_f_one_b():
     """In the steady state micro-batches follow each other at the period that the law has.
 
-    The circle of the law takes (p - 1)(1 + e) + 1 micro-batches: over a multiple of as many the
+    The cycle of the law takes (p - 1)(1 + e) + 1 micro-batches: over a multiple of as many the
     mean is exact.
     """
     rng = random.Random(3)
@@ -192,13 +192,13 @@ def test_the_law_of_eager_one_f_one_b():
         p, depth = rng.randint(2, 5), rng.randint(0, 3)
         forward, backward = rng.uniform(1, 3), rng.uniform(1, 3)
         link = LinkTime(rng.uniform(0, 5), 1.0, rng.choice([0.0, rng.uniform(0, 9)]))
-        circle = (p - 1) * (1 + depth) + 1
+        cycle = (p - 1) * (1 + depth) + 1
         costs = Costs.even(p, forward, backward, link)
-        found = simulate(eager(p, 12 * circle, depth, 12 * circle), costs)
+        found = simulate(eager(p, 12 * cycle, depth, 12 * cycle), costs)
         last = [
             s.start for s in found.spans if s.rank == p - 1 and s.instruction.kind is Kind.FORWARD
         ]
-        period = (last[9 * circle] - last[6 * circle]) / (3 * circle)
+        period = (last[9 * cycle] - last[6 * cycle]) / (3 * cycle)
         way = link.latency + link.carrying
         expected = law(p, forward + backward, link.carrying, way, depth)
         assert period == pytest.approx(expected), (p, depth, forward, backward, link)

@@ -188,7 +188,7 @@ def test_and_so_it_is(name: str, folder: Path) -> None:
 
 
 def test_the_sentence_names_where_each_rank_waits() -> None:
-    """A circle of ranks: of these the sentence has all. One through lanes has transfers as well."""
+    """A cycle of ranks: of these the sentence has all. One through lanes has transfers as well."""
     for name in ("waits_that_cross", "window_0", "around_three"):
         case = CASES[name]
         for rank, instruction in enumerate(case.becomes):

@@ -58,10 +58,10 @@ def steps(pipeline, depths, windows, *micro_batches):
         yield simulate(insert(compute, edges, windows), costs).seconds
 
 
-def test_the_simulation_has_no_slower_circle_than_the_law():
+def test_the_simulation_has_no_slower_cycle_than_the_law():
     """120 micro-batches more take 120 periods, whatever the stages, links, depths and windows.
 
-    But for a rest of less than a turn of the slowest circle, which is not one micro-batch.
+    But for a rest of less than a turn of the slowest cycle, which is not one micro-batch.
     """
     rng = random.Random(3)
     for _ in range(40):
