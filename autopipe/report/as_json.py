@@ -13,7 +13,7 @@ from autopipe.planfile import predict, programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.waterfall import mfu, tokens_per_second, waterfall
 from autopipe.report import fullest
-from autopipe.schedules.instructions import COMPUTE, holders
+from autopipe.schedules.instructions import COMPUTE, holders, stages_of
 from autopipe.schedules.registry import flying
 from autopipe.schedules.simulate import Timeline
 from autopipe.util import codec
@@ -131,8 +131,7 @@ def of_timeline(name: str, timeline: Timeline) -> Figures:
     """
     ranks: list[Figures] = []
     for program, bubble in zip(timeline.programs, timeline.bubbles, strict=True):
-        stages = sorted({instruction.stage for instruction in program})
-        held = {str(stage): flying(program, stage) for stage in stages}
+        held = {str(stage): flying(program, stage) for stage in stages_of(program)}
         ranks.append({"bubble": bubble, "held": held, "spans": []})
     for span in timeline.spans:
         ranks[span.rank]["spans"].append(

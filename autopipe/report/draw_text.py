@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopipe.schedules.instructions import COMPUTE, Instruction, Kind
+from autopipe.schedules.instructions import COMPUTE, Instruction, Kind, stages_of
 from autopipe.schedules.simulate import Moved, Timeline
 
 
@@ -114,9 +114,9 @@ def _letters(timeline: Timeline, rank: int, slots: int) -> str:
     )
 
 
-def stages(timeline: Timeline) -> list[list[int]]:
+def stages(timeline: Timeline) -> list[tuple[int, ...]]:
     """The stages of each rank, ascending."""
-    return [sorted({i.stage for i in program}) for program in timeline.programs]
+    return [stages_of(program) for program in timeline.programs]
 
 
 def _label(instruction: Instruction, stages: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from autopipe.planfile.parts import Batch
 from autopipe.report import draw_text as picture
 from autopipe.report import paper
 from autopipe.schedules import user_schedule
-from autopipe.schedules.instructions import COMPUTE, Programs, holders
+from autopipe.schedules.instructions import COMPUTE, Programs, holders, stages_of
 from autopipe.schedules.lanes import sends_for
 from autopipe.schedules.registry import SCHEDULES, flying, make
 from autopipe.schedules.simulate import Costs, LinkTime, Timeline, simulate
@@ -159,8 +159,7 @@ def describe(
     """
     held = []
     for program in timeline.programs:
-        stages = sorted({i.stage for i in program})
-        held.append(" + ".join(str(flying(program, stage)) for stage in stages))
+        held.append(" + ".join(str(flying(program, stage)) for stage in stages_of(program)))
     micro_batches = 1 + max(i.microbatch for program in timeline.programs for i in program)
     step = numbers.seconds(timeline.seconds) if planned else f"{timeline.seconds:.4g} units"
     head = (

@@ -165,6 +165,11 @@ def parse_programs(text: str) -> Programs:
     return tuple(programs)
 
 
+def stages_of(program: Program) -> tuple[int, ...]:
+    """The stages of a rank, ascending."""
+    return tuple(sorted({instruction.stage for instruction in program}))
+
+
 def holders(programs: Programs) -> tuple[int, ...]:
     """The rank of each stage, as the programs have it.
 
@@ -173,7 +178,7 @@ def holders(programs: Programs) -> tuple[int, ...]:
     """
     ranks: dict[int, int] = {}
     for rank, program in enumerate(programs):
-        for stage in sorted({instruction.stage for instruction in program}):
+        for stage in stages_of(program):
             if ranks.setdefault(stage, rank) != rank:
                 raise ScheduleError(f"stage {stage} is on ranks {ranks[stage]} and {rank}")
     for stage in range(max(ranks, default=-1)):

@@ -175,14 +175,11 @@ class Timeline:
         return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
 
 
-def simulate(programs: Programs, costs: Costs, lanes: deadlock.Lanes | None = None) -> Timeline:
+def simulate(programs: Programs, costs: Costs) -> Timeline:
     """The timeline of programs, after a proof that they can run, as by `deadlock.check`.
 
     Programs of compute alone get the transfers of a chain of stages: from each stage to the next,
     with receives posted well ahead.
-
-    Args:
-        lanes: as for `deadlock.check`; transfers on one lane follow each other.
 
     Raises:
         ScheduleError: the programs cannot run to their end, or the costs are of another number of
@@ -193,8 +190,8 @@ def simulate(programs: Programs, costs: Costs, lanes: deadlock.Lanes | None = No
         raise ScheduleError(f"expected costs of {stages} stages, found {len(costs.forward)}")
     if stages > 1 and all(i.kind in COMPUTE for program in programs for i in program):
         programs = insert(programs, _chain(programs), [_WIDE] * (stages - 1))
-    graph = deadlock.graph(programs, lanes)
-    walk = deadlock.run(graph, _delays(graph, costs), lanes)
+    graph = deadlock.graph(programs)
+    walk = deadlock.run(graph, _delays(graph, costs))
     reduces = [[i for i in program if i.kind is Kind.REDUCE] for program in programs]
     return Timeline(
         programs,
