@@ -1,7 +1,7 @@
 """The planner's problem: a model's costs by unit, as plain numbers.
 
 The graph's nodes are grouped into *units*, the finest pieces between cuts that are allowed. A stage
-is a range of units [i, j); a candidate is a mesh, a number of micro-batches and the cuts.
+is a range of units [i, j); a decision is a mesh, a number of micro-batches and the cuts.
 
     units      0    1    2    3    4    5
              |----|----|----|----|----|----|
@@ -248,7 +248,7 @@ FEWEST_CHUNKS = 2
 
 
 class Config(NamedTuple):
-    """A candidate before its cuts: a mesh, the number of micro-batches, and how they run.
+    """A decision before its cuts: a mesh, the number of micro-batches, and how they run.
 
     `pp`: the pipeline's ranks. `dp`: its replicas. `zero`: the ZeRO stage. `depth`: additional
     micro-batches in flight at every boundary, for eager-1f1b. `chunks`: stages on each rank, for

@@ -35,7 +35,7 @@ from autopipe.planners.search.descent import TOLERANCE
 from autopipe.planners.search.device_orders import classes, orders
 
 MOST, MOST_SETS = 5_000_000, 4096
-"""Candidates, and sets of blocks: what some seconds are enough for."""
+"""Decisions, and sets of blocks: what some seconds are enough for."""
 
 ROWS = 1 << 16
 """Sets of cuts scored at a time."""
@@ -53,25 +53,22 @@ def exhaustive(
     mesh: PipelineDegrees | None = None,
     known: Known | None = None,
 ) -> Answer:
-    """Plan by scoring every candidate.
+    """Plan by scoring every decision.
 
     Raises:
-        InfeasibleError: no candidate fits.
-        AutopipeError: there are more than `MOST` candidates.
+        InfeasibleError: no decision fits.
+        AutopipeError: there are more than `MOST` decisions, sets of blocks aside.
     """
-    candidates = sum(
-        math.comb(
-            problem.units - 1,
-            stages_of(problem, config) - 1,
-        )
+    decisions = sum(
+        math.comb(problem.units - 1, stages_of(problem, config) - 1)
         * len(classes(problem, config)) ** config.pp
         for config in configs(problem)
         if mesh in (None, config[:2])
     )
     sets = math.prod(1 + len(levels) for levels in _levels(problem, away=problem.offloads))
-    if candidates > MOST or sets > MOST_SETS:
+    if decisions > MOST or sets > MOST_SETS:
         raise AutopipeError(
-            f"the planner `exhaustive` would score {candidates:,} candidates, of {sets:,} sets of "
+            f"the planner `exhaustive` would score {decisions:,} decisions, of {sets:,} sets of "
             f"blocks, for {problem.units} units on {problem.machine.devices} devices, and stops at "
             f"{MOST:,} of {MOST_SETS:,}",
             hint="the planner `dynamic` finds the same optimum; or fix pp, dp and micro_batches",
@@ -107,8 +104,8 @@ def _divisions(ranks: int, most: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-_Rank = tuple[float, float]
-"""Bytes too many, then seconds if that is none: a smaller rank is a better candidate."""
+_Cost = tuple[float, float]
+"""Bytes too many, then seconds if that is none: of two decisions the one of less is better."""
 
 
 def _choose(problem: Problem, config: Config) -> Decision:
@@ -116,26 +113,26 @@ def _choose(problem: Problem, config: Config) -> Decision:
     earliest among equals.
     """
     costing = cache(lambda place: _StageRanges(problem, config, place))
-    best: tuple[_Rank, Decision] | None = None
+    best: tuple[_Cost, Decision] | None = None
     for order in orders(problem, config):
         stages = [costing(place) for place in places(problem, config, order)]
         for bounds in _all_bounds(problem.units, len(stages)):
-            rank, row = _least(problem, config, stages, bounds)
-            if best is None or (rank[0], rank[1] * (1 + TOLERANCE)) < best[0]:
+            cost, row = _least(problem, config, stages, bounds)
+            if best is None or (cost[0], cost[1] * (1 + TOLERANCE)) < best[0]:
                 found = [int(bound) for bound in bounds[row]]
                 kept = [
                     stage.kept_less(first, last)
                     for stage, first, last in zip(stages, found, found[1:], strict=False)
                 ]
                 again, offload = (tuple(found) for found in zip(*kept, strict=True))
-                best = rank, Decision(config, tuple(found[1:-1]), again, order, offload)
+                best = cost, Decision(config, tuple(found[1:-1]), again, order, offload)
     assert best is not None, "pp is at most the number of units"
     return best[1]
 
 
 def _least(
     problem: Problem, config: Config, stages: list[_StageRanges], bounds: NDArray[np.intp]
-) -> tuple[_Rank, int]:
+) -> tuple[_Cost, int]:
     """The best of some sets of cuts, and its row."""
 
     def of(name: str) -> NDArray[np.float64]:

@@ -119,7 +119,7 @@ def test_exhaustive_refuses_what_would_take_for_ever() -> None:
     with pytest.raises(AutopipeError) as refusal:
         PLANNERS["exhaustive"](problem)
     assert str(refusal.value) == (
-        "the planner `exhaustive` would score 5,006,386 candidates, of 1 sets of blocks, for 60 "
+        "the planner `exhaustive` would score 5,006,386 decisions, of 1 sets of blocks, for 60 "
         "units on 6 devices, and stops at 5,000,000 of 4,096\n"
         "hint: the planner `dynamic` finds the same optimum; or fix pp, dp and micro_batches"
     )
