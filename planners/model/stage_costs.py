@@ -309,15 +309,3 @@ def stage_work(problem: Problem, config: Config, place: StagePlace, ranges: Tabl
         beside=beside_seconds(ranges, problem, config, group),
         earlier=hidden,
     )
-
-
-def stage_seconds(
-    problem: Problem,
-    config: Config,
-    place: StagePlace,
-    ranges: Tables,
-    recompute: float | Times,
-    offloaded: int | Bytes = 0,
-) -> StageSeconds:
-    """The seconds of a stage, as `StageWork.seconds` has them of `stage_work` these ranges."""
-    return stage_work(problem, config, place, ranges).seconds(recompute, offloaded)

@@ -25,7 +25,7 @@ from autopipe.planners.model.problem import (
 )
 from autopipe.planners.model.range_tables import tables
 from autopipe.planners.model.recompute_sets import chosen
-from autopipe.planners.model.stage_costs import stage_seconds, stage_work
+from autopipe.planners.model.stage_costs import stage_work
 from tests.support.problems import line, machine
 
 STAGE = Config(1, 1, 8, 0, "1f1b")
@@ -181,7 +181,7 @@ def test_no_choice_of_what_every_block_does_is_quicker(seed: int) -> None:
         held = max(sizes) if dropped else 0
         kept = dropped + sum(gone), held, sum(gone[-2:])
         peak = int(memory.estimate(every, problem, STAGE, 8, *kept).peak)
-        took = stage_seconds(problem, STAGE, place, every, spent, sum(gone)).whole
+        took = stage_work(problem, STAGE, place, every).seconds(spent, sum(gone)).whole
         return max(0, peak - limit), float(took)
 
     ways = (STAYS, AWAY, WHOLE, *((0,) if level else ()))

@@ -35,7 +35,6 @@ from autopipe.planners.model.range_tables import Bytes, Tables, tables
 from autopipe.planners.model.stage_costs import (
     exchanged,
     reduce_seconds,
-    stage_seconds,
     stage_work,
     transfer_seconds,
 )
@@ -154,8 +153,8 @@ def test_a_micro_batch_computes_and_waits_for_its_link() -> None:
     """F + B = 15; 12 bytes come and 8 go back at 4 a second, each after 0.25 s."""
     place = given(PROBLEM, TWO_STAGES, 1)
     assert transfer_seconds(ranges(), PROBLEM, TWO_STAGES, place.before) == 5 + 2 * 0.25
-    assert stage_seconds(PROBLEM, TWO_STAGES, place, ranges(), 0.0) == (20.5, 20.5, 0)
-    assert stage_seconds(PROBLEM, TWO_STAGES, place, ranges(), 2.0) == (22.5, 22.5, 0)
+    assert stage_work(PROBLEM, TWO_STAGES, place, ranges()).seconds(0.0) == (20.5, 20.5, 0)
+    assert stage_work(PROBLEM, TWO_STAGES, place, ranges()).seconds(2.0) == (22.5, 22.5, 0)
     first = given(PROBLEM, TWO_STAGES, 0)
     assert transfer_seconds(ranges(), PROBLEM, TWO_STAGES, first.before) == 0
 
@@ -170,7 +169,7 @@ def test_seconds_are_those_of_the_kind_of_device() -> None:
     problem = replace(PROBLEM, profiles=(twice,), machine=mixed)
     place = given(problem, TWO_STAGES, 1)
     assert (place.group.kind, place.group.memory) == (1, 500)
-    assert stage_seconds(problem, TWO_STAGES, place, ranges(problem), 0.0) == (35.5, 35.5, 0)
+    assert stage_work(problem, TWO_STAGES, place, ranges(problem)).seconds(0.0) == (35.5, 35.5, 0)
 
 
 def test_gradients_are_summed_over_the_replicas_and_hide_behind_earlier_backwards() -> None:
@@ -180,12 +179,13 @@ def test_gradients_are_summed_over_the_replicas_and_hide_behind_earlier_backward
     place = given(PROBLEM, FOUR_REPLICAS, 0)
     expected = 2 * (3 / 4 * 100 / 4 + 2 * 0.25)
     assert reduce_seconds(unit, PROBLEM, FOUR_REPLICAS, place.group) == expected
-    assert stage_seconds(PROBLEM, FOUR_REPLICAS, place, unit, 0.0) == (3, 3, expected)
+    assert stage_work(PROBLEM, FOUR_REPLICAS, place, unit).seconds(0.0) == (3, 3, expected)
     later = given(PROBLEM, FOUR_REPLICAS, 1)
     whole = float(reduce_seconds(ranges(), PROBLEM, FOUR_REPLICAS, later.group))
-    assert stage_seconds(PROBLEM, FOUR_REPLICAS, later, ranges(), 0.0) == (20.5, 20.5, whole - 2)
+    left = whole - 2
+    assert stage_work(PROBLEM, FOUR_REPLICAS, later, ranges()).seconds(0.0) == (20.5, 20.5, left)
     split = FOUR_REPLICAS._replace(schedule="zb-h1")
-    assert stage_seconds(PROBLEM, split, later, ranges(), 0.0).exposed == whole
+    assert stage_work(PROBLEM, split, later, ranges()).seconds(0.0).exposed == whole
     alone = given(PROBLEM, TWO_STAGES, 0)
     assert reduce_seconds(unit, PROBLEM, TWO_STAGES, alone.group) == 0
 
@@ -203,11 +203,11 @@ def test_on_gpus_the_last_backward_hides_sums_of_gradients(schedule: str, share:
         beside = whole / (1 + zero)
         backward = float(unit.backward[0])
         assert 0 < share * backward < beside
-        seconds = stage_seconds(gpus, config, place, unit, 0.0)
+        seconds = stage_work(gpus, config, place, unit).seconds(0.0)
         assert seconds.exposed == pytest.approx(whole - share * backward)
-        again = stage_seconds(gpus, config, place, unit, 10 * whole)
+        again = stage_work(gpus, config, place, unit).seconds(10 * whole)
         assert again.exposed == pytest.approx(whole - beside + BESIDE * beside)
-        assert stage_seconds(PROBLEM, config, place, unit, 0.0).exposed == whole
+        assert stage_work(PROBLEM, config, place, unit).seconds(0.0).exposed == whole
 
 
 def test_zero_3_gathers_in_every_micro_batch_and_has_nothing_left_to_sum() -> None:
@@ -219,7 +219,7 @@ def test_zero_3_gathers_in_every_micro_batch_and_has_nothing_left_to_sum() -> No
     whole = ranges().trainable
     assert exchanged(whole, whole, PROBLEM, config, place.group) == (once, once)
     assert reduce_seconds(ranges(), PROBLEM, config, place.group) == 0
-    assert stage_seconds(PROBLEM, config, place, ranges(), 0.0)[0] == 20.5 + 3 * once
+    assert stage_work(PROBLEM, config, place, ranges()).seconds(0.0)[0] == 20.5 + 3 * once
     assert exchanged(whole, whole, PROBLEM, FOUR_REPLICAS, place.group) == (0, 0)
 
 
@@ -232,7 +232,7 @@ def test_zero_2_scatters_in_every_micro_batch_and_gathers_once() -> None:
     assert exchanged(150, 150, PROBLEM, config, place.group) == (0, once)
     assert stage_work(PROBLEM, config, place, ranges()).gathering(0.0) == (0, once)
     assert reduce_seconds(ranges(), PROBLEM, config, place.group) == once
-    assert stage_seconds(PROBLEM, config, place, ranges(), 0.0)[0] == 20.5 + once
+    assert stage_work(PROBLEM, config, place, ranges()).seconds(0.0)[0] == 20.5 + once
     alone = TWO_STAGES._replace(zero=2)
     assert exchanged(150, 150, PROBLEM, alone, place.group) == (0, 0)
 
@@ -271,13 +271,14 @@ def test_eager_hides_its_link_behind_computing_or_the_slower_wire() -> None:
     """Stage 1 computes for 15 s, and gets 12 bytes and sends 8 back."""
     eager = TWO_STAGES._replace(schedule="eager-1f1b", depth=1)
     place = given(PROBLEM, eager, 1)
-    assert stage_seconds(PROBLEM, eager, place, ranges(), 0.0) == (20.5, 15, 0)
-    assert stage_seconds(PROBLEM, eager, place, ranges(), 2.0) == (22.5, 17, 0)
+    assert stage_work(PROBLEM, eager, place, ranges()).seconds(0.0) == (20.5, 15, 0)
+    assert stage_work(PROBLEM, eager, place, ranges()).seconds(2.0) == (22.5, 17, 0)
     slow = replace(PROBLEM, machine=machine(2, 1000, (Link(0.25, 0.5),) * 3))
     place = given(slow, eager, 1)
-    assert stage_seconds(slow, eager, place, ranges(), 0.0) == (15 + 20 / 0.5 + 0.5, 12 / 0.5, 0)
+    through = 15 + 20 / 0.5 + 0.5
+    assert stage_work(slow, eager, place, ranges()).seconds(0.0) == (through, 12 / 0.5, 0)
     first = given(PROBLEM, eager, 0)
-    assert stage_seconds(PROBLEM, eager, first, ranges(last=1, first=0), 0.0) == (3, 3, 0)
+    assert stage_work(PROBLEM, eager, first, ranges(last=1, first=0)).seconds(0.0) == (3, 3, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
