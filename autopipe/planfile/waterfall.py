@@ -12,10 +12,10 @@ peak rate, so that the first part is MFU, whatever the devices:
 Computing is divided by the causes of its stages' seconds (`planfile.work.Spent`). Waiting is
 divided by walking the programs again with fewer things to wait for; each part is the difference:
 
-    even      all stages alike, transfers and sums take no time      filling   = even - computing
-    free      stages as they are, transfers and sums take no time    imbalance = free - even
-    unsummed  with transfers                                         transfers = unsummed - free
-    step      with sums of gradients                                 sums      = step - unsummed
+    even        all stages alike, no transfers or sums    filling   = even - computing
+    unhindered  stages as they are                        imbalance = unhindered - even
+    unsummed    with transfers                            transfers = unsummed - unhindered
+    whole       with sums of gradients: the step          sums      = whole - unsummed
 """
 
 from __future__ import annotations
@@ -115,13 +115,7 @@ def _causes_known(stage: StagePrediction) -> bool:
 
 
 def _ends(plan: Plan) -> tuple[float, float, float, float]:
-    """The seconds of the step in four walks, none faster than the one before it.
-
-    even          every stage takes the mean, transfers and sums of gradients nothing
-    unhindered    each stage takes its own seconds, transfers and sums still nothing
-    unsummed      transfers too, sums of gradients nothing
-    whole         the step as planned
-    """
+    """The seconds of the step in the module's four walks, none faster than the one before it."""
     costs, step, weights = predict.costs(plan), programs.step(plan), _weights(plan)
     stages, count = len(plan.stages), plan.batch.micro_batches
     of_rank = stages // plan.mesh.pp

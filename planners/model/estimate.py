@@ -71,8 +71,11 @@ class StageEstimate:
 
 COMPUTING, AGAIN = "computing", "running blocks again"
 EXCHANGES, GATHERING = "tensor-parallel exchanges", "gathering and scattering"
-COPYING = "copies to the host and back"
-"""What a stage's seconds are for, in the words of `Estimate.spent`."""
+COPYING, TRANSFERS = "copies to the host and back", "transfers"
+"""What a stage's seconds of a micro-batch are for."""
+
+REDUCING, BUBBLE = "reducing gradients", "the bubble"
+"""What else a step's seconds are for. A plan says by which of all these another mesh is slower."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,8 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
     for stage in stages:
         for cause, amount in stage.estimate.spent.items():
             spent[cause] += amount * config.micro_batches / config.pp
-    spent["reducing gradients"] = float(seconds.exposed.max())
-    spent["the bubble"] = max(0.0, float(step) - math.fsum(spent.values()))
+    spent[REDUCING] = float(seconds.exposed.max())
+    spent[BUBBLE] = max(0.0, float(step) - math.fsum(spent.values()))
     return Estimate(
         stages=tuple(stage.estimate for stage in stages),
         step_seconds=float(step),
@@ -248,7 +251,7 @@ def _stage(
             EXCHANGES: exchange,
             GATHERING: sum(waits),
             COPYING: sum(copies),
-            "transfers": transfers,
+            TRANSFERS: transfers,
         },
         kind=kind,
         in_parts=bool(ranges.parted > 0),

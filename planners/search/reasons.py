@@ -9,7 +9,7 @@ from functools import cached_property
 
 from autopipe.errors import InfeasibleError
 from autopipe.planfile.parts import Memory
-from autopipe.planners.model.estimate import Estimate, Scored
+from autopipe.planners.model.estimate import REDUCING, Estimate, Scored
 from autopipe.planners.model.places import ranks_of
 from autopipe.planners.model.problem import Problem
 from autopipe.planners.search.configs import one_of
@@ -81,7 +81,7 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
         pace += ", transfers and all"
     if config.pp > 1 and mean > 0:
         pace += f", {percent(seconds[slowest] / mean - 1)} above the mean stage"
-    reduce = estimate.spent["reducing gradients"]
+    reduce = estimate.spent[REDUCING]
     if reduce > VISIBLE * estimate.step_seconds:
         pace += f"; reducing its gradients takes {percent(reduce / estimate.step_seconds)}"
     return "; ".join((*reasons, pace))

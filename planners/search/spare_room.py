@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopipe.planners.model.estimate import estimate
-from autopipe.planners.model.places import placement
+from autopipe.planners.model.places import ranks_of
 from autopipe.planners.model.problem import Decision, Problem
 
 
@@ -23,21 +23,21 @@ def filled(problem: Problem, decision: Decision) -> Decision:
     Later stages come first: they have fewer micro-batches in flight, so they hold less. Blocks that
     a constraint makes run again still do.
     """
-    config = decision.config
     asked = problem.constraints
     fixed = asked.recompute is not None or bool(asked.offload)
-    if decision.stages <= config.pp or fixed:
+    if decision.stages <= decision.config.pp or fixed:
         return decision
     # A stage's bytes do not depend on other stages, so two estimates have all choices.
     before = estimate(problem, decision)
+    if not before.fits:
+        return decision
     without = estimate(problem, replace(decision, recompute=(), offload=()))
-    ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
     beyond, recompute = list(before.beyond), list(decision.recompute)
     offload = list(decision.offload) or [()] * decision.stages
-    for stage, rank in reversed([*enumerate(ranks)]):
+    for stage, rank in reversed([*enumerate(ranks_of(problem, decision.config))]):
         extra = without.stages[stage].memory.peak - before.stages[stage].memory.peak
         keeps_less = recompute[stage] or offload[stage]
-        if keeps_less and before.fits and beyond[rank] + extra <= 0:
+        if keeps_less and beyond[rank] + extra <= 0:
             beyond[rank] += extra
             recompute[stage], offload[stage] = (), ()
     return replace(decision, recompute=tuple(recompute), offload=tuple(offload))
