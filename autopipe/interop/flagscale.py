@@ -44,7 +44,7 @@ def config(plan: Plan) -> Exported:
         "tensor_model_parallel_size": mesh.tp,
         "pipeline_model_parallel_size": mesh.pp,
         "sequence_parallel": sequence_parallel(plan),
-        "use_distributed_optimizer": plan.zero == 1 and mesh.dp > 1,
+        "use_distributed_optimizer": plan.deals,
     }
     if low := precision(plan):
         system["precision"] = low

@@ -58,7 +58,7 @@ def _arguments(plan: Plan, layers: Layers) -> Iterator[tuple[str, ...]]:
     yield "--global-batch-size", str(batch.rows)
     for name in precision(plan):
         yield (f"--{name.replace('_', '-')}",)
-    if plan.zero == 1 and mesh.dp > 1:
+    if plan.deals:
         yield ("--use-distributed-optimizer",)
     if plan.fully_sharded:
         yield ("--use-megatron-fsdp",)

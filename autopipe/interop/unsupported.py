@@ -14,6 +14,7 @@ from autopipe.interop.exported import printable
 from autopipe.interop.layers import Layers
 from autopipe.interop.precisions import FP32, unlike
 from autopipe.interop.recomputed import ops_again, recomputes_all, selected
+from autopipe.planfile import predict
 from autopipe.planfile.again import folded, offloaded
 from autopipe.planfile.contents import BATCH, MICRO_BATCH, Plan
 from autopipe.util.numbers import count
@@ -153,10 +154,10 @@ def _recomputed(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
 
 def kinds_of_ranks(plan: Plan) -> list[list[str]]:
     """For each rank of a pipeline the kinds of its devices, in all replicas and tensor parts."""
-    row, sizes = plan.cluster.row, plan.cluster.devices_per_node
+    row = plan.cluster.row
     found: list[dict[str, None]] = [{} for _ in range(plan.mesh.pp)]
-    for place in plan.mesh.places:
-        found[place.pp][row[sum(sizes[: place.node]) + place.local].kind] = None
+    for place, number in zip(plan.mesh.places, predict.devices(plan), strict=True):
+        found[place.pp][row[number].kind] = None
     return [[*kinds] for kinds in found]
 
 

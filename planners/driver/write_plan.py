@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from autopipe.cluster.cluster import Cluster
 from autopipe.errors import ScheduleError
+from autopipe.frontend.optimizer import CUSTOM
 from autopipe.ir import fingerprint
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Ref
@@ -184,7 +185,7 @@ def _without_bytes(
         optimizer_dtype=request.optimizer_dtype,
         low_buffers=job.traced.trace.kept.buffers if job.traced.trace.kept else (),
         compiled=candidate.compiled,
-        optimizer=request.optimizer if isinstance(request.optimizer, str) else "custom",
+        optimizer=request.optimizer if isinstance(request.optimizer, str) else CUSTOM,
         schedule=config.schedule,
         programs=tuple(format_programs(job.constraints.programs).splitlines()),
         boundaries=_boundaries(job.constraints, decision),

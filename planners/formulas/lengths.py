@@ -102,6 +102,11 @@ class PlannedStages:
     traced: TracedAgain
     split: Split
 
+    @property
+    def plain(self) -> Split:
+        """The stages with all tensors sent whole, if some of the plan's go in parts."""
+        return self.split.plain or self.split
+
     def fixed(self, rows: int, tokens: int) -> CutModel:
         """The cut model for dry runs of micro-batches of `rows` rows of `tokens` tokens."""
         plan, traced = self.plan, self.traced

@@ -67,7 +67,6 @@ def stage_seconds(planned: PlannedStages) -> list[Seconds]:
     """
     placed = holders(programs.compute(planned.plan))
     kinds = {rank: _kinds(planned.plan, rank) for rank in set(placed)}
-    plain = planned.split.plain or planned.split
     nodes = {
         kind.device.kind: _Nodes(planned, kind) for of_rank in kinds.values() for kind in of_rank
     }
@@ -78,7 +77,7 @@ def stage_seconds(planned: PlannedStages) -> list[Seconds]:
         BANDWIDTH: links.farthest(planned.plan.cluster).link.bandwidth,
     }
     seconds = []
-    for stage, rank in zip(plain.stages, placed, strict=True):
+    for stage, rank in zip(planned.plain.stages, placed, strict=True):
         of_rank = [
             _with_conversions(
                 _gathering(planned, stage, rank, nodes[kind.device.kind].of(stage)),
@@ -137,11 +136,10 @@ class _Nodes:
     """The formulas of all nodes on one kind of device."""
 
     def __init__(self, planned: PlannedStages, kind: GroupKind) -> None:
-        plain = planned.split.plain or planned.split
-        plan, graph = planned.plan, plain.graph
+        plan, graph = planned.plan, planned.plain.graph
         costs = op_costs.costs(graph)
         dtypes = computed_in(graph, costs, plan.precision)
-        owner = {p: b.path for b in plain.blocks for p in range(b.first, b.stop)}
+        owner = {p: b.path for b in planned.plain.blocks for p in range(b.first, b.stop)}
         if plan.compiled:
             costs = fused(graph, costs, [owner.get(p) for p in range(len(graph.nodes))])
         again = {name for stage in plan.stages for name in stage.recompute}
@@ -198,7 +196,7 @@ def _sent(move: Move | None, size: Dim, link: Link, plan: Plan) -> Expression:
 
 def _gathering(planned: PlannedStages, stage: Stage, rank: int, computing: Seconds) -> Seconds:
     """The seconds with ZeRO's gathers and scatters, as in `planners.model.stage_costs`."""
-    plan, graph = planned.plan, (planned.split.plain or planned.split).graph
+    plan, graph = planned.plan, planned.plain.graph
     if not plan.scatters:
         return computing
     states = [graph.states[name] for name in stage.states]
@@ -228,8 +226,7 @@ def _overlapped(computing: Expression, first: Expression, moved: Expression) -> 
 
 def _edges(planned: PlannedStages, stage: Stage) -> tuple[int, int]:
     """Bytes that forward reads of the parameters of a stage's first and of its last block."""
-    plain = planned.split.plain or planned.split
-    graph, owner = plain.graph, owners(plain.blocks, stage.first, stage.stop)
+    graph, owner = planned.plain.graph, owners(planned.plain.blocks, stage.first, stage.stop)
 
     def read(positions: Iterable[int]) -> int:
         names = {v.name for p in positions for v in graph.nodes[p].values() if isinstance(v, State)}
