@@ -33,6 +33,7 @@ from autopipe.errors import ModelError
 from autopipe.frontend import hf_folder, user_lines
 from autopipe.frontend.optimizer import (
     CUSTOM,
+    MakeOptimizer,
     Named,
     max_grad_norm,
     optimizer_named,
@@ -92,6 +93,10 @@ class ModelFile:
         return (
             self.batches is not None and "num_shards" in inspect.signature(self.batches).parameters
         )
+
+    def optimizer_for(self, plan: Plan) -> str | MakeOptimizer:
+        """The optimizer to plan with again: the file's own, else the one that the plan names."""
+        return self.optimizer or (plan.optimizer if plan.optimizer != CUSTOM else "adamw")
 
     def make_optimizer(self, named: Iterable[Named], default: str) -> torch.optim.Optimizer:
         """Make the file's optimizer for these parameters, or torch.optim's class `default`."""

@@ -7,7 +7,6 @@ from functools import partial
 
 from autopipe.cluster.cluster import left_of
 from autopipe.frontend.model_file import ModelFile
-from autopipe.frontend.optimizer import CUSTOM
 from autopipe.planfile.contents import Plan
 from autopipe.planners.driver.make_plan import plan
 from autopipe.util.progress import Say
@@ -30,7 +29,7 @@ def replan(old: Plan, file: ModelFile, nodes: Sequence[int], source: str, say: S
         file.model,
         file.inputs,
         loss=file.loss,
-        optimizer=file.optimizer or (old.optimizer if old.optimizer != CUSTOM else "adamw"),
+        optimizer=file.optimizer_for(old),
         cluster=left_of(old.cluster, nodes),
         batch_size=old.batch.rows,
         precision=old.precision,

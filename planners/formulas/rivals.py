@@ -11,7 +11,6 @@ from autopipe.cluster.collective_time import Topology
 from autopipe.errors import AutopipeError
 from autopipe.frontend.measured_optimizer import optimizer_factor
 from autopipe.frontend.model_file import ModelFile
-from autopipe.frontend.optimizer import CUSTOM
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.planfile.contents import Plan
@@ -58,9 +57,8 @@ def rivals(plan: Plan, file: ModelFile, traced: TracedAgain, most: int, say: Say
 
 def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> request.Job:
     """The job that a plan answers: its rows, devices, precision, and compiled stages or not."""
-    trace, optimizer = traced.fixed(), file.optimizer
+    trace, made_by = traced.fixed(), file.optimizer_for(plan)
     flow, blocks = analyse(trace.graph), find_blocks(trace.graph)
-    made_by = optimizer or (plan.optimizer if plan.optimizer != CUSTOM else "adamw")
     limits = plan.planner.limits
     asked = request.PlanRequest(
         model=file.model,
