@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autopipe.cluster.cluster import Cluster
-from autopipe.planfile.parts import Mesh, StagePlan
+from autopipe.planfile.parts import Boundary, Mesh, StagePlan
 
 ZERO = (0, 1, 2, 3)
 """The ZeRO stages, by what they shard; the lowest is preferred."""
@@ -73,6 +73,35 @@ def check_transfers(stages: Sequence[StagePlan], refuse: Refuse) -> None:
                         f"what stages[{transfer.peer}].{other_side} has",
                         f"{transfer} here and {matches[0] if matches else 'nothing'} there",
                     )
+
+
+def check_mesh(mesh: Mesh, refuse: Refuse) -> None:
+    """Check that the degrees are possible, and that each rank is at its coordinate."""
+    for name, degree in (("pp", mesh.pp), ("dp", mesh.dp), ("tp", mesh.tp)):
+        if degree < 1:
+            refuse(f"mesh.{name}", "a degree of at least 1", str(degree))
+    world = mesh.pp * mesh.dp * mesh.tp
+    if len(mesh.places) != world:
+        refuse("mesh.places", f"{world} places (pp * dp * tp)", str(len(mesh.places)))
+    for rank, place in enumerate(mesh.places):
+        expected = mesh.rank(place.pp, place.dp, place.tp)
+        if place.rank != rank or expected != rank:
+            refuse(
+                f"mesh.places[{rank}]",
+                f"rank {rank} = (pp * {mesh.dp} + dp) * {mesh.tp} + tp",
+                f"rank {place.rank} at pp={place.pp} dp={place.dp} tp={place.tp}",
+            )
+
+
+def check_boundaries(boundaries: Sequence[Boundary], between: int, refuse: Refuse) -> None:
+    """Check that there is one for each of the places between stages, with possible figures."""
+    if len(boundaries) != between:
+        refuse("boundaries", f"{between}, one between stages", str(len(boundaries)))
+    for index, boundary in enumerate(boundaries):
+        if boundary.window < 1:
+            refuse(f"boundaries[{index}].window", "at least 1", str(boundary.window))
+        if boundary.depth < 0:
+            refuse(f"boundaries[{index}].depth", "at least 0", str(boundary.depth))
 
 
 def check_devices(mesh: Mesh, cluster: Cluster, refuse: Refuse) -> None:

@@ -250,30 +250,15 @@ def check(plan: Plan) -> None:
         PlanError: as `Plan.load`.
     """
     mesh, stages = plan.mesh, plan.stages
-    world = mesh.pp * mesh.dp * mesh.tp
 
     def refuse(path: str, asked: str, found: str) -> None:
         raise PlanError(f"plan.{path}: expected {asked}, found {found}")
 
     checks.check(plan.cluster, "plan.cluster")
-    for name, degree in (("pp", mesh.pp), ("dp", mesh.dp), ("tp", mesh.tp)):
-        if degree < 1:
-            refuse(f"mesh.{name}", "a degree of at least 1", str(degree))
+    consistency.check_mesh(mesh, refuse)
     if not stages or len(stages) % mesh.pp:
         refuse("stages", f"equally many on each of {mesh.pp} ranks (mesh.pp)", str(len(stages)))
-    between = len(plan.once) - 1
-    if len(plan.boundaries) != between:
-        refuse("boundaries", f"{between}, one between stages", str(len(plan.boundaries)))
-    if len(mesh.places) != world:
-        refuse("mesh.places", f"{world} places (pp * dp * tp)", str(len(mesh.places)))
-    for rank, place in enumerate(mesh.places):
-        expected = mesh.rank(place.pp, place.dp, place.tp)
-        if place.rank != rank or expected != rank:
-            refuse(
-                f"mesh.places[{rank}]",
-                f"rank {rank} = (pp * {mesh.dp} + dp) * {mesh.tp} + tp",
-                f"rank {place.rank} at pp={place.pp} dp={place.dp} tp={place.tp}",
-            )
+    consistency.check_boundaries(plan.boundaries, len(plan.once) - 1, refuse)
     consistency.check_devices(mesh, plan.cluster, refuse)
     if plan.loss_over not in LOSS_OVER:
         refuse("loss_over", f"one of {', '.join(LOSS_OVER)}", plan.loss_over)
@@ -289,11 +274,6 @@ def check(plan: Plan) -> None:
             f"a multiple of dp * micro_batches = {mesh.dp * plan.batch.micro_batches}",
             str(plan.batch.rows),
         )
-    for index, boundary in enumerate(plan.boundaries):
-        if boundary.window < 1:
-            refuse(f"boundaries[{index}].window", "at least 1", str(boundary.window))
-        if boundary.depth < 0:
-            refuse(f"boundaries[{index}].depth", "at least 0", str(boundary.depth))
     turns.check(stages, plan.schedule, plan.batch.micro_batches, refuse)
     if plan.turns and plan.loss_over == BATCH:
         asked = f"{ROWS} or {MICRO_BATCH}, as ranks take turns at a stage"

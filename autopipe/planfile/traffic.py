@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopipe.cluster.cluster import Link
 from autopipe.cluster.collective_time import Topology
@@ -53,8 +55,7 @@ class Traffic:
 
 def traffic(plan: Plan) -> Traffic | None:
     """The traffic of a plan; None if it stays on one node."""
-    mesh, topology = plan.mesh, Topology.of(plan.cluster)
-    device = predict.devices(plan)
+    topology, device = Topology.of(plan.cluster), predict.devices(plan)
     sites = len({topology.sites[number] for number in device}) > 1
     of_device = topology.sites if sites else topology.nodes
     where = [of_device[number] for number in device]
@@ -63,50 +64,81 @@ def traffic(plan: Plan) -> Traffic | None:
         return None
     link = topology.across if sites else topology.between
     assert link is not None, "a checked cluster of several sites has the link"
-
-    placed = holders(programs.compute(plan))
-    entries = [taking_turns(plan.stages, index) for index in range(len(plan.stages))]
-    moved: Counter[Flow] = Counter()
-    wires: Counter[tuple[int, int]] = Counter()
-    pairs = set()
-    for channel, size in predict.crossing_bytes(plan).items():
-        for dp in range(mesh.dp):
-            for tp in range(mesh.tp):
-                source, target = (
-                    mesh.rank(placed[stage], dp, tp) for stage in (channel.source, channel.target)
-                )
-                if where[source] == where[target]:
-                    continue
-                turns = math.lcm(*(len(entries[end]) for end in channel[:2]))
-                total = size * plan.batch.micro_batches // turns
-                moved[channel.flow] += total
-                # All of a site send over one wire; nodes have as many as devices.
-                wires[(where[source], where[target]) if sites else (source, target)] += total
-                pairs.add((min(channel[:2]), max(channel[:2])))
-
-    sums = gradient_bytes = 0
-    for index, stage in enumerate(plan.stages):
-        if index != entries[index][0]:
-            continue
-        size = stage.predicted.memory.gradients * (mesh.dp if plan.scatters else 1)
-        gradient_bytes += size * mesh.tp
-        for tp in range(mesh.tp):
-            ranks = [mesh.rank(placed[i], dp, tp) for i in entries[index] for dp in range(mesh.dp)]
-            over = len({where[rank] for rank in ranks})
-            rounds = 1 + (plan.gathered_share if plan.zero else 1.0)
-            if plan.scatters:  # in every micro-batch; there ZeRO-3 gathers twice too
-                gathers = 2 * plan.batch.micro_batches if plan.fully_sharded else 1
-                rounds = plan.scattered_share * plan.batch.micro_batches
-                rounds += plan.gathered_share * gathers
-            sums += int(rounds * (over - 1) * size)
+    crossing, sums = _crossing(plan, where, sites=sites), _sums(plan, where)
     return Traffic(
         kind="sites" if sites else "nodes",
         places=places,
         link=link,
-        activations=moved[Flow.ACTIVATION],
-        gradients=moved[Flow.GRADIENT],
-        pairs=tuple(sorted(pairs)),
-        sums=sums,
-        sum_of_all=2 * (places - 1) * gradient_bytes,
-        busy=max(wires.values(), default=0) / link.bandwidth,
+        activations=crossing.moved[Flow.ACTIVATION],
+        gradients=crossing.moved[Flow.GRADIENT],
+        pairs=tuple(sorted(crossing.pairs)),
+        sums=sums.crossing,
+        sum_of_all=2 * (places - 1) * sums.gradients,
+        busy=crossing.busiest / link.bandwidth,
     )
+
+
+class _Crossing(NamedTuple):
+    """Bytes of tensors that cross in a step, and of them those on the busiest wire; the pairs of
+    stages between which they go."""
+
+    moved: Counter[Flow]
+    busiest: int
+    pairs: set[tuple[int, int]]
+
+
+def _crossing(plan: Plan, where: Sequence[int], *, sites: bool) -> _Crossing:
+    """What crosses between stages.
+
+    Args:
+        where: of each rank its place, a site or a node.
+        sites: whether places are sites.
+    """
+    mesh, placed = plan.mesh, holders(programs.compute(plan))
+    moved: Counter[Flow] = Counter()
+    wires: Counter[tuple[int, int]] = Counter()
+    pairs = set()
+    for channel, size in predict.crossing_bytes(plan).items():
+        ends = channel.source, channel.target
+        turns = math.lcm(*(len(taking_turns(plan.stages, end)) for end in ends))
+        total = size * plan.batch.micro_batches // turns
+        for dp in range(mesh.dp):
+            for tp in range(mesh.tp):
+                source, target = (mesh.rank(placed[end], dp, tp) for end in ends)
+                if where[source] == where[target]:
+                    continue
+                moved[channel.flow] += total
+                # All of a site send over one wire; nodes have as many as devices.
+                wires[(where[source], where[target]) if sites else (source, target)] += total
+                pairs.add((min(ends), max(ends)))
+    return _Crossing(moved, max(wires.values(), default=0), pairs)
+
+
+class _Sums(NamedTuple):
+    """Bytes that cross in a step to sum gradients, and to gather parameters; bytes of the gradients
+    of the whole model."""
+
+    crossing: int
+    gradients: int
+
+
+def _sums(plan: Plan, where: Sequence[int]) -> _Sums:
+    """What crosses between replicas; `where` as of `_crossing`."""
+    mesh, placed = plan.mesh, holders(programs.compute(plan))
+    crossing = gradients = 0
+    for index, stage in enumerate(plan.stages):
+        entries = taking_turns(plan.stages, index)
+        if index != entries[0]:
+            continue
+        size = stage.predicted.memory.gradients * (mesh.dp if plan.scatters else 1)
+        gradients += size * mesh.tp
+        rounds = 1 + (plan.gathered_share if plan.zero else 1.0)
+        if plan.scatters:  # in every micro-batch; there ZeRO-3 gathers twice too
+            gathers = 2 * plan.batch.micro_batches if plan.fully_sharded else 1
+            rounds = plan.scattered_share * plan.batch.micro_batches
+            rounds += plan.gathered_share * gathers
+        for tp in range(mesh.tp):
+            ranks = [mesh.rank(placed[entry], dp, tp) for entry in entries for dp in range(mesh.dp)]
+            over = len({where[rank] for rank in ranks})
+            crossing += int(rounds * (over - 1) * size)
+    return _Sums(crossing, gradients)
