@@ -141,7 +141,7 @@ def training(rank: Rank, rows: int, split: Split | None = None) -> Executor:
             precision=plan.precision,
         ).in_turns(plan.turns)
     task = _Task(split, rows, rehearsal, rank.compute, rank.emitted, trains=True)
-    return _executor(rank, _prepare(rank, task), trains=True)
+    return _executor(rank, task)
 
 
 def evaluation(rank: Rank, split: Split, rows: int, micro_batches: int) -> Executor:
@@ -160,7 +160,7 @@ def evaluation(rank: Rank, split: Split, rows: int, micro_batches: int) -> Execu
         ).in_turns(plan.turns)
     compute = forward_only(rank.part.placed, micro_batches, plan.turns)
     task = _Task(split, rows, rehearsal, compute, None, trains=False)
-    return _executor(rank, _prepare(rank, task), trains=False)
+    return _executor(rank, task)
 
 
 def _prepare(rank: Rank, task: _Task) -> Prepared:
@@ -237,30 +237,30 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
     keep for backward nobody has counted.
     """
     plan, joint, stage = rank.part.plan, None, lowered.stage
-    offload = offloaded(plan) if task.trains else ()
-    check_offload(task.split.graph, stage, task.split.blocks, offload)
-    offloaded_blocks = plan.stages[stage.index].offload if task.trains else ()
-    check_offload_there(task.split.graph, stage, task.split.blocks, offloaded_blocks)
-    gathered = rank.held.gathered.get(lowered.stage.index)
+    anywhere = offloaded(plan) if task.trains else ()
+    here = plan.stages[stage.index].offload if task.trains else ()
+    check_offload(task.split.graph, stage, task.split.blocks, anywhere)
+    check_offload_there(task.split.graph, stage, task.split.blocks, here)
+    gathered = rank.held.gathered.get(stage.index)
     joint_as = wanted(
         splits(task.compute),
         compiled=plan.compiled,
         by_op=by_op(plan),
         gathers=gathered is not None,
-        offload=offload,
+        offload=anywhere,
     )
     if joint_as is not None and task.trains:
         joint = joint_for(
             task.split.graph,
             lowered,
             task.rehearsal,
-            last=lowered.stage.is_last(task.split.graph),
+            last=stage.is_last(task.split.graph),
             precision=plan.precision,
             device=rank.part.device,
             wanted=joint_as,
         )
     module = lowered.module
-    if joint is None and offloaded_blocks:
+    if joint is None and here:
         raise cannot_offload(stage)
     if joint is None and task.trains:
         engine = AutogradEngine(module)
@@ -274,13 +274,14 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
         if plan.compiled:
             compile_stage(module)
         return AutogradEngine(module)
-    copies = HostCopies(rank.part.device) if offload else None
+    copies = HostCopies(rank.part.device) if anywhere else None
     finish = {"finish": Compiler()} if plan.compiled else {}
     return JointEngine(module, joint, offloader=copies, **finish)
 
 
-def _executor(rank: Rank, prepared: Prepared, *, trains: bool) -> Executor:
-    """What runs the rank's program over its prepared stages."""
+def _executor(rank: Rank, task: _Task) -> Executor:
+    """What runs the rank's program over its stages, both prepared."""
+    prepared = _prepare(rank, task)
     device, states = rank.part.device, rank.held.states
     pool, transport = Pool(device), rank.transport
     begins = transport.loading if isinstance(transport, NcclTransport) else transport
@@ -292,7 +293,7 @@ def _executor(rank: Rank, prepared: Prepared, *, trains: bool) -> Executor:
         low += lowered.low if not rank.held.gathered else ()
     parameters = [states[name] for name in dict.fromkeys(low)]
     begin = partial(arithmetic, rank.part.plan.precision, device, parameters)
-    sums, clock = rank.held.gradients if trains else None, clock_of(device)
+    sums, clock = rank.held.gradients if task.trains else None, clock_of(device)
     made = Executor(runs, prepared.program, sums, begin, clock, rank.transport)
     if prepared.first is not None:
         made.first = Executor(runs, prepared.first, None, begin, clock)
