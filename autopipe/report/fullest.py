@@ -10,7 +10,7 @@ from autopipe.planfile import predict, programs
 from autopipe.planfile.contents import Plan
 from autopipe.schedules.instructions import COMPUTE, Kind, holders, parse
 from autopipe.schedules.phrases import short
-from autopipe.schedules.registry import flying as in_flight
+from autopipe.schedules.registry import flying
 from autopipe.util import numbers
 from autopipe.util.numbers import Amount, count, ranges
 
@@ -102,12 +102,12 @@ def holding(plan: Plan) -> str:
     """`at B3 of stage 0, in GiB: 12.3 gradients, 28.2 activations (4 micro-batches in flight)`."""
     rank, at = fullest(plan), moment(plan)
     amount, program = Amount(rank.held), programs.compute(plan)[rank.rank]
-    flying = sum(in_flight(program, stage) for stage in rank.stages)
+    held = sum(flying(program, stage) for stage in rank.stages)
     each = ", in all its stages" if len(rank.stages) > 1 else ""
     listed, sizes = [], parts(plan)
     for name, size in zip(sizes, amount.adding_up(list(sizes.values())), strict=True):
         if size != amount(0):
-            of = f" ({count(flying, 'micro-batch', 'micro-batches')} in flight{each})"
+            of = f" ({count(held, 'micro-batch', 'micro-batches')} in flight{each})"
             listed.append(f"{size} {name}{of if name == 'activations' else ''}")
     text = f"{f'at {at}, ' if at else ''}in {amount.unit}: {', '.join(listed)}"
     margin = None if plan.planner.limits else datasheets.margin(rank.device)
