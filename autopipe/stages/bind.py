@@ -264,7 +264,7 @@ class RankTrace(NamedTuple):
     blocks: tuple[Block, ...]
     whole: WholeLoss | None = None
     labels: LabelCounts | None = None
-    held_whole: sent_parts.Held = MappingProxyType({})
+    held_whole: sent_parts.HeldWhole = MappingProxyType({})
     ranks: int = 1
 
     def split(self, stages: tuple[Stage, ...], turns: tuple[int, ...]) -> Split:

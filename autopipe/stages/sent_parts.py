@@ -41,7 +41,7 @@ Dims = Mapping[tuple[Ref, int], int]
 InParts = Mapping[int, Mapping[str, int]]
 """Of each stage that receives tensors in parts, the dims that a plan has, by the tensors' names."""
 
-Held = Mapping[Ref, Placement]
+HeldWhole = Mapping[Ref, Placement]
 """The tensors that each rank has whole, as `local_graph.held_whole` gives them."""
 
 
@@ -69,7 +69,7 @@ def part_dim(spec: TensorSpec, ranks: int) -> int | None:
 def all_dims(
     graph: Graph,
     stages: Sequence[Stage],
-    held: Held,
+    held: HeldWhole,
     ranks: int,
     to: InParts,
 ) -> Dims:
@@ -105,7 +105,7 @@ def in_parts_of(plan: Plan) -> InParts:
     return found
 
 
-def planned_dims(plan: Plan, graph: Graph, stages: Sequence[Stage], held: Held) -> Dims:
+def planned_dims(plan: Plan, graph: Graph, stages: Sequence[Stage], held: HeldWhole) -> Dims:
     """What a plan sends in parts, between the stages of the graph that it is for.
 
     Raises:
@@ -153,7 +153,9 @@ def _divides(size: Dim, ranks: int, *, formula: bool = False) -> bool:
     return formula and BATCH not in size.free_symbols
 
 
-def with_parts(graph: Graph, stages: Sequence[Stage], dims: Dims, held: Held, ranks: int) -> Parted:
+def with_parts(
+    graph: Graph, stages: Sequence[Stage], dims: Dims, held: HeldWhole, ranks: int
+) -> Parted:
     """The graph of one of so many ranks, which sends and receives tensors in parts.
 
     Args:

@@ -38,7 +38,7 @@ from autopipe.sharding.local_graph import (
 )
 from autopipe.sharding.op import Model
 from autopipe.stages.precision import AUTOCAST, COMPUTED_LOW
-from autopipe.stages.sent_parts import Held, part_dim
+from autopipe.stages.sent_parts import HeldWhole, part_dim
 from autopipe.tracing.traced import Trace
 
 MOST = 16
@@ -65,7 +65,7 @@ class Degree:
     blocks: tuple[Block, ...]
 
     @cached_property
-    def dividing(self) -> Held:
+    def dividing(self) -> HeldWhole:
         """The tensors of which each rank may send a part to a later stage."""
         if self.sharding is None:
             return {}
