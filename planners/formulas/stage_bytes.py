@@ -114,12 +114,18 @@ def _fitted(
             for what in runs[0].stages[index]
         }
         sends = {what.removeprefix(SENT): f for what, f in formulas.items() if what not in OWN}
-        kept, stash, fresh, made, momentary = (formulas[what] for what in OWN)
         compiled = runs[0].compiled[index]
-        passing = _passing(planned, index, compiled=compiled)
         most, wide = _gradients(planned, index)
-        others = passing, most, 0 if compiled else most, wide
-        stages.append(StageSizes(kept, stash, fresh, made, momentary, sends, *others))
+        stages.append(
+            StageSizes(
+                **{what: formulas[what] for what in OWN},
+                sends=sends,
+                passing=_passing(planned, index, compiled=compiled),
+                largest=most,
+                added=0 if compiled else most,
+                wide=wide,
+            )
+        )
     return stages
 
 

@@ -122,16 +122,18 @@ class Pricing:
             problem, config = self.problem, self.config
             ranges = arriving(self._ranges, problem, config, alike)
             sets, work = sets_of(problem, config, alike), stage_work(problem, config, alike, ranges)
-            fixed = memory.estimate(ranges, problem, alike.shared(config), 0).peak
-            each, none = ranges.saved + ranges.received, sets.first(self._numbers)
-            waiting = ranges.waiting
             # Fixed by the user, the first set of blocks may run some again, or offload some.
-            free = (
-                sets.nothing_first and not sets.ways.bytes[_staying(sets, self._numbers, 0)].any()
-            )
-            made, seconds = ranges.made, work.seconds(0.0)
+            offloaded = sets.ways.bytes[_staying(sets, self._numbers, 0)]
             self._known[alike] = _Anywhere(
-                self._numbers, work, fixed, each, waiting, made, seconds, none, free
+                numbers=self._numbers,
+                work=work,
+                fixed=memory.estimate(ranges, problem, alike.shared(config), 0).peak,
+                each=ranges.saved + ranges.received,
+                waiting=ranges.waiting,
+                made=ranges.made,
+                seconds=work.seconds(0.0),
+                none=sets.first(self._numbers),
+                first_is_nothing=sets.nothing_first and not offloaded.any(),
             )
         return self._known[alike]
 
@@ -197,12 +199,16 @@ class _Anywhere(NamedTuple):
 
     def only(self, wanted: NDArray[np.bool_]) -> _Anywhere:
         """The figures of some ranges, in a row."""
-        of = self.fixed, self.each, self.waiting, self.made
-        fixed, each, waiting, made = (array[wanted] for array in of)
-        seconds = StageSeconds(*(array[wanted] for array in self.seconds))
-        work, none = self.work.only(wanted), self.none[wanted]
-        numbers, free = self.numbers[wanted], self.first_is_nothing
-        return _Anywhere(numbers, work, fixed, each, waiting, made, seconds, none, free)
+        return self._replace(
+            numbers=self.numbers[wanted],
+            work=self.work.only(wanted),
+            fixed=self.fixed[wanted],
+            each=self.each[wanted],
+            waiting=self.waiting[wanted],
+            made=self.made[wanted],
+            seconds=StageSeconds(*(array[wanted] for array in self.seconds)),
+            none=self.none[wanted],
+        )
 
 
 def _staying(sets: RecomputeSets, numbers: Numbers, way: int) -> Numbers:

@@ -200,10 +200,18 @@ class StageWork(NamedTuple):
         def some(each: Times) -> Times:
             return np.asarray(each[wanted]) if each.ndim else each
 
-        about, seconds = self[:3], self[6:]
-        computing = some(self.forward), some(self.backward)
-        return StageWork(
-            *about, *computing, Exchanged(*map(some, self.exchanged)), *map(some, seconds)
+        return self._replace(
+            forward=some(self.forward),
+            backward=some(self.backward),
+            exchanged=Exchanged(*map(some, self.exchanged)),
+            opening=some(self.opening),
+            closing=some(self.closing),
+            within=some(self.within),
+            between=some(self.between),
+            carrying=some(self.carrying),
+            sums=some(self.sums),
+            beside=some(self.beside),
+            earlier=some(self.earlier),
         )
 
     def gathering(self, recompute: float | Times) -> Waits:
