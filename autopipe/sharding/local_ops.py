@@ -193,8 +193,14 @@ def _embedding(rewriting: Rewriting) -> Node:
 def _cross_entropy(rewriting: Rewriting) -> Node:
     """log(sum(exp(x))) - x[target], with the maximum, the sum and the target's x over all ranks.
 
+        most    = the largest x of a row                     largest over the ranks
+        sum     = sum of exp(x - most)                       all-reduce
+        truth   = x[target] - most, of the rank that has     all-reduce
+                  this class; 0 on the others
+        loss    = log(sum) - truth; 0 for targets that are ignored
+
     Section 3 of Megatron-LM (arXiv:1909.08053). Kept for backward is one tensor of the logits'
-    shape, exp(x - max).
+    shape, exp(x - most).
     """
     op, node = rewriting.op, rewriting.node
     x, target = node.args[:2]
@@ -210,6 +216,7 @@ def _cross_entropy(rewriting: Rewriting) -> Node:
                dtype: torch.dtype = wide) -> Ref:  # fmt: skip
         return rewriting.before(suffix, name, *args, shape=shape, dtype=dtype)
 
+    # most
     logits = before("wide", "to.dtype", x, wide, shape=block)
     detached = before("values", "detach.default", logits, shape=block)
     own_maximum = before("own most", "amax.default", detached, (1,), True, shape=(rows, 1))
@@ -224,12 +231,14 @@ def _cross_entropy(rewriting: Rewriting) -> Node:
             packed=False,
         )  # fmt: skip
     )
+    # sum
     lower = before("lower", "sub.Tensor", logits, maximum, shape=block)
     powers = before("powers", "exp.default", lower, shape=block)
     own_sum = before("own sum", "sum.dim_IntList", powers, (1,))
     spec = TensorSpec((rows,), wide)
     total = rewriting.convert("sum", own_sum, spec)
     log = before("log", "log.default", total)
+    # truth
     ids = torch.int64
     ignored = before("ignored", "eq.Scalar", target, op["ignore_index"], dtype=boolean)
     shifted = before("own", "sub.Scalar", target, begin, dtype=ids)
@@ -243,6 +252,7 @@ def _cross_entropy(rewriting: Rewriting) -> Node:
     flat = before("flat", "squeeze.dim", picked, 1)
     own_target_logit = before("own truth", "masked_fill.Scalar", flat, masked, 0.0)
     target_logit = rewriting.convert("truth", own_target_logit, spec)
+    # loss
     each = before("each", "sub.Tensor", log, target_logit)
     losses = before("kept", "masked_fill.Scalar", each, ignored, 0.0)
     total_loss = before("total", "sum.default", losses, shape=())
