@@ -41,7 +41,7 @@ class Sent:
         bytes: the bytes of these storages.
         away: the device's storages until their copy has ended.
         back: from `begin` on the new storages on the device.
-        done: what the lane's `wait` takes for the parcel's last copy.
+        done: what the copier's `wait` takes for the parcel's last copy.
     """
 
     looks: tuple[_Placed | Tensor, ...]
@@ -52,7 +52,7 @@ class Sent:
     done: object = None
 
 
-class _Lane(Protocol):
+class _Copier(Protocol):
     """Copies bytes between the device and the host."""
 
     def room(self, bytes: int) -> Tensor:
@@ -117,7 +117,7 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.hold: Callable[[int], None] = lambda bytes: None
-        self._lane: _Lane = _Beside(device) if device.type == "cuda" else _AtOnce()
+        self._copier: _Copier = _Beside(device) if device.type == "cuda" else _AtOnce()
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._leaving: Sent | None = None
 
@@ -146,7 +146,7 @@ class HostCopies:
         ]
         sent = Sent(looks, [self._room(len(one)) for one in away], sum(map(len, away)), away)
         self.hold(sent.bytes)
-        sent.done = self._lane.copy(sent.copies, away)
+        sent.done = self._copier.copy(sent.copies, away)
         self.settle()
         self._leaving = sent
         return sent
@@ -154,7 +154,7 @@ class HostCopies:
     def settle(self) -> None:
         """Release the last parcel's storages; later computation runs after the parcel's copy."""
         if (sent := self._leaving) is not None:
-            self._lane.wait(sent.done)
+            self._copier.wait(sent.done)
             sent.away.clear()
             self.hold(-sent.bytes)
             self._leaving = None
@@ -165,11 +165,11 @@ class HostCopies:
         sent.back = [
             torch.empty(len(copy), dtype=torch.uint8, device=self._device) for copy in sent.copies
         ]
-        sent.done = self._lane.copy(sent.back, sent.copies)
+        sent.done = self._copier.copy(sent.back, sent.copies)
 
     def fetched(self, sent: Sent) -> tuple[Tensor, ...]:
         """The parcel's tensors on the device, in their old layouts, after `begin`."""
-        self._lane.wait(sent.done)
+        self._copier.wait(sent.done)
         storages = [bytes.untyped_storage() for bytes in sent.back]
         sent.back = []
         return tuple(
@@ -193,7 +193,7 @@ class HostCopies:
 
     def _room(self, bytes: int) -> Tensor:
         free = self._free[bytes]
-        return free.pop() if free else self._lane.room(bytes)
+        return free.pop() if free else self._copier.room(bytes)
 
 
 def _place(tensor: Tensor) -> int:
