@@ -35,7 +35,7 @@ class LocalSpec:
 
     @property
     def name(self) -> str:
-        """The cluster's."""
+        """The line that describes it."""
         return f"{'cpu' if self.cpu else 'local'}:{self.processes}"
 
     @property

@@ -280,7 +280,7 @@ def _returned(module: fx.GraphModule, parcels: Parcels) -> list[Parcel]:
 
 
 def _values_given(module: fx.GraphModule, parcels: Parcels) -> list[Parcel]:
-    """The parcels' values in the list that a backward takes what it is given out of."""
+    """The parcels' values in the list of a backward's inputs, which its code empties."""
     given = [node for node in module.graph.nodes if _is_pop(node)][::-1]
     return parcels.cut(given[parcels.kept :])
 

@@ -52,7 +52,8 @@ def chosen(graph: JointGraph, needed: Iterable[fx.Node], *, least: bool) -> list
 def networks(
     graph: JointGraph, needed: Iterable[fx.Node], price: Callable[[fx.Node], Price]
 ) -> Iterator[tuple[str | None, Network, Cut]]:
-    """Each block's path and network, the latest block first, with the cut that runs nothing priced.
+    """Each block's path and network, the latest block first, with its cut at which no call that has
+    a price runs again.
 
     What a later block keeps costs an earlier one nothing.
 

@@ -202,7 +202,7 @@ def held(
     precision: str = "fp32",
     wanted: Wanted = HALVES,
 ) -> Held:
-    """The bytes that `split` would hold, without writing the graphs if nothing moves between them.
+    """The bytes that `split` would hold; it writes the graphs only if blocks offload.
 
     Raises:
         CannotSplit: as `split`.

@@ -204,7 +204,7 @@ class JointDryRun:
 def check_offload(
     graph: Graph, stage: Stage, blocks: Sequence[Block], offload: Collection[str]
 ) -> tuple[int, ...]:
-    """The numbers of a stage's blocks that offload.
+    """Refuse blocks that cannot offload; returns the numbers of the stage's blocks that do.
 
     Args:
         offload: paths of blocks, of any stage.

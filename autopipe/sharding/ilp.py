@@ -142,7 +142,7 @@ Choices = dict[Hashable, dict[Positional, None]]
 
 
 def choices_of(model: Model, variables: Variables, sequence: bool) -> Choices:
-    """What each variable can be; a state takes no inputs."""
+    """The strategies of each variable; those of a state have no inputs."""
     graph, choices = model.graph, Choices()
     demanded = demands(model)
     shards: dict[Hashable, dict[Placement, None]] = defaultdict(dict)
@@ -310,7 +310,7 @@ def is_strided(shape: Sequence[int], placement: Placement) -> bool:
 def strategy_costs(
     model: Model, variables: Variables, axis: AxisCosts, rows: int, *, memory: bool = False
 ) -> Costs:
-    """Seconds of a variable's strategy, all that have the variable taken together.
+    """The seconds of each strategy of a variable: a sum over all nodes or states that have it.
 
     Without `memory` only arithmetic counts: compilers fuse memory-bound ops, and sharding a norm is
     not worth more bytes or a second collective.

@@ -136,7 +136,7 @@ def select(op: Op) -> Iterator[Strategy]:
 
 @rule("type_as")
 def type_as(op: Op) -> Iterator[Strategy]:
-    """The first tensor keeps its shards; of the second one, in any shards, the dtype is read."""
+    """The first tensor keeps its shards; the second one, however sharded, gives its dtype."""
     x, other = op["self"], op["other"]
     of_x = [op.free(x), *op.shards(x), *([P] if x in op.model.carrying else ())]
     for of_other in (op.free(other), *op.shards(other)):

@@ -60,7 +60,8 @@ def strategies(model: Model, node: Node, shards: Shards) -> tuple[Strategy, ...]
 
 
 def possible_in(flow: Dataflow, sharding: Sharding) -> Sharding:
-    """A sharding of another graph of the model, without what is no strategy of this one's nodes.
+    """A sharding that was made for another graph of the model, without the nodes that have no such
+    strategy in this one.
 
     Of a table of 24 positions `table[:24]` keeps a shard, and `table[:12]` of shorter rows does
     not; in evaluation a node of this name may be another one.

@@ -87,7 +87,7 @@ class Rehearsal:
         return bool(self.compiled) and self.compiled[stage]
 
     def in_turns(self, turns: Sequence[int]) -> Rehearsal:
-        """The same with each stage as often as ranks take turns at it; nothing: once."""
+        """The rehearsal with each stage once for each of the `turns` of ranks; empty: once."""
         if not turns:
             return self
         stages = [stage for stage, of in enumerate(turns) for _ in range(of)]

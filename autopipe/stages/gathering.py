@@ -113,7 +113,7 @@ def units_of(module: fx.GraphModule, parameters: Mapping[str, Tensor]) -> tuple[
 def stays(
     module: fx.GraphModule, units: Sequence[Unit], parameters: Mapping[str, Tensor]
 ) -> list[Stay]:
-    """The parts from which to which a code needs each unit that it reads; sorted."""
+    """For each unit that a code reads, from which part to which part it needs it; sorted."""
     return _stays(module.graph, units, _memory(module, parameters))
 
 
@@ -229,8 +229,13 @@ _Names = frozenset[str]
 
 
 class _Memory(NamedTuple):
-    """Of each node the parameters whose memory it reads, and those in whose its result may lie;
-    `results`: those in whose memory a result of the code may lie."""
+    """The parameters in whose memory something may lie.
+
+    Attributes:
+        reads: for each node, those of its inputs.
+        owners: for each node, those of its result.
+        results: those of the code's results.
+    """
 
     reads: dict[fx.Node, _Names]
     owners: dict[fx.Node, _Names]

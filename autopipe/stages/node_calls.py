@@ -42,7 +42,7 @@ def place_now() -> str:
 
 
 def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """That of the innermost code of a stage; frames begin with the innermost.
+    """The user's line of the innermost code of a stage; frames begin with the innermost.
 
     A module of torch.fx runs as Python that it has written itself, one line for each of its nodes:
     `embedding = torch.ops.aten.embedding.default(weight, tokens);  weight = tokens = None`.

@@ -24,23 +24,23 @@ class SavedStorages:
     """Counts the bytes of the storages that autograd saves for one stage, while it saves them.
 
     Args:
-        not_owned_by: tensors whose storages do not count here, since they count elsewhere.
+        elsewhere: tensors whose storages are counted elsewhere.
 
     Attributes:
         now, most: bytes kept at this moment, and at the fullest since `most` was last set.
     """
 
-    def __init__(self, not_owned_by: Iterable[Tensor]) -> None:
+    def __init__(self, elsewhere: Iterable[Tensor]) -> None:
         self._sizes: dict[int, int] = {}
         self.now = self.most = 0
         # Storages are held, not keys alone: one that is gone would lend its key to another.
-        self._owned = {storage_key(tensor): tensor.untyped_storage() for tensor in not_owned_by}
+        self._owned = {storage_key(tensor): tensor.untyped_storage() for tensor in elsewhere}
         self._storages: list[torch.UntypedStorage] = []
         self._users: Counter[int] = Counter()
         self._written = WeakTensorKeyDictionary()
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Count a saved tensor for as long as the result lives, which autograd saves instead."""
+        """Count a saved tensor, until the one that this returns for autograd to save is gone."""
         key = storage_key(tensor)
         if key in self._owned:
             return tensor
@@ -57,7 +57,7 @@ class SavedStorages:
         return held
 
     def taken(self, held: Tensor) -> Tensor:
-        """What `keep` has given, as backward takes it.
+        """Check a tensor that `keep` has returned, when backward takes it.
 
         Raises:
             ModelError: the tensor was written in place since then.

@@ -61,7 +61,7 @@ class Parted(NamedTuple):
 
 
 def part_dim(spec: TensorSpec, ranks: int) -> int | None:
-    """The dim in parts of which a tensor is sent to so many ranks; None: no dim divides."""
+    """The dim along which a tensor is cut into a part for each rank; None: no dim divides."""
     dims = reversed(range(len(spec.shape)))
     return next((dim for dim in dims if _divides(spec.shape[dim], ranks)), None)
 

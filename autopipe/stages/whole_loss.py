@@ -70,7 +70,7 @@ class Embedding:
         return [part.flatten(self.dim, self.dim + 1).contiguous() for part in apart]
 
     def _in_groups(self, tensor: Tensor) -> Tensor:
-        """A value of some rows whose dim of rows is two: groups, and the rows of each."""
+        """A value of some rows with two dims in place of that of rows: groups, rows of a group."""
         dim = self.dim or 0
         shape = tensor.shape
         return tensor.reshape(*shape[:dim], self.groups, -1, *shape[dim + 1 :])
@@ -78,7 +78,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class WholeLoss:
-    """A graph in two.
+    """A graph cut in two: what each micro-batch runs, and the loss of the whole batch.
 
     Attributes:
         rows: what a micro-batch runs. Its results are a scalar, whose derivatives by the

@@ -169,7 +169,7 @@ def _fits(pipeline: EagerPipeline, choice: _Choice) -> bool:
 
 
 def _more_bytes(pipeline: EagerPipeline, choice: _Choice, other: _Choice) -> int:
-    """What `other` takes more in all stages together, at least 1."""
+    """The bytes that `other` takes beyond `choice`, all stages together; at least 1, for ratios."""
     return max(1, sum(extra_bytes(pipeline, *other)) - sum(extra_bytes(pipeline, *choice)))
 
 

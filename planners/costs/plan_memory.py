@@ -72,7 +72,7 @@ class CutModel:
 
     @property
     def graph(self) -> Graph:
-        """A tensor-parallel rank's."""
+        """The graph of a tensor-parallel rank."""
         return self.degree.trace.graph
 
 

@@ -16,7 +16,7 @@ from autopipe.ir.graph import BATCH, SEQUENCE, Dim
 from autopipe.planners.formulas.model_costs import Amounts, Formulas, ModelPart
 
 LEAST = 1e-3
-"""Of a formula's value at one row of the longest sequence: terms below it are left out."""
+"""Terms below this share of a formula's value at one row of the longest sequence are left out."""
 
 _NAMES = {BATCH: "b", SEQUENCE: "s"}
 _POWERS = {1: "", 2: "²"}
@@ -37,7 +37,7 @@ def sheet(formulas: Formulas) -> str:
 
 
 def as_data(formulas: Formulas) -> dict[str, Any]:
-    """The same for a program: formulas in b and s as text in the syntax of Python."""
+    """The costs for a program to read: formulas in b and s as text in the syntax of Python."""
     rows = [{"name": p.name, "count": p.count, "each": _texts(p.each)} for p in formulas.parts]
     return {
         "longest": formulas.longest,

@@ -78,8 +78,13 @@ class Relaxations:
         return helps
 
     def more_devices(self, fewer_than: int | None = None) -> Help | None:
-        """As few more devices as are enough; None: there are none, the mesh is as asked for, or
-        they are no fewer than so many."""
+        """The help of the fewest additional devices with which something fits.
+
+        None: no number that is tried is enough, or the mesh is fixed by the constraints.
+
+        Args:
+            fewer_than: the devices, all together, of a help that is known already.
+        """
         asked, machine = self.problem.constraints, self.problem.machine
         if asked.pp is not None and asked.dp is not None:
             return None
@@ -96,7 +101,8 @@ class Relaxations:
         return None
 
     def _fewest(self, few: int, enough: int, found: Help) -> Help:
-        """As few as are enough: more than `few`, which are not, and at most `enough`, which are."""
+        """The help of the fewest that are enough: more than `few`, which are not, and at most
+        `enough`, whose help is `found`."""
         while enough - few > 1:
             between = (few + enough) // 2
             if (fewer := self._on_more(between)) is None:

@@ -53,7 +53,11 @@ def even_cuts(problem: Problem, stages: int) -> tuple[int, ...]:
 
 
 def _first_units(problem: Problem, stages: int) -> list[int]:
-    """The first unit of each item of which stages get equally many: blocks, or units."""
+    """The first units of what the stages share out evenly.
+
+    These are the blocks, with what stands before and after them if they divide only so; all units
+    where blocks are fewer than stages.
+    """
     starts = [first for first, _ in problem.repeated]
     if starts and len(starts) % stages:
         end = problem.repeated[-1][1]

@@ -164,7 +164,7 @@ _MEND = "mend the file, or emit it again, with --force"
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Errors in the block begin with the file's name."""
+    """Within, errors begin with the file's name."""
     try:
         yield
     except AutopipeError as error:
@@ -174,7 +174,7 @@ def _named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _one_sentence(path: Path) -> Iterator[None]:
-    """Errors of an edited file in the block as one sentence."""
+    """Within, any error of an edited file becomes one sentence."""
     try:
         yield
     except AutopipeError:

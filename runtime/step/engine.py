@@ -254,7 +254,8 @@ class JointEngine:
 
 @contextmanager
 def _as_traced(how: Arithmetic) -> Iterator[None]:
-    """The step's copies of parameters, but neither autograd nor autocast: the graphs have both."""
+    """Within, graphs run on the step's copies of parameters, without autograd and autocast, which
+    were traced into them."""
     with torch.no_grad(), computing(how), torch.autocast(how.device_type, enabled=False):
         yield
 

@@ -82,7 +82,7 @@ class Clock(Protocol):
 
 
 class _HostClock:
-    """A CPU has done what it was asked for."""
+    """Marks are times of `perf_counter`: by then a CPU has done what it was asked for."""
 
     def mark(self) -> float:
         return perf_counter()

@@ -34,13 +34,15 @@ class Meter:
             self.at_peak = self.now.copy()
 
     @contextmanager
-    def keeping(self, stage: int, not_owned_by: Iterable[Tensor]) -> Iterator[None]:
-        """Count what autograd saves inside as activations, until backward lets go of it.
+    def keeping(self, stage: int, elsewhere: Iterable[Tensor]) -> Iterator[None]:
+        """Within, what autograd saves counts as activations, until backward lets go of it.
 
-        Storages of `not_owned_by` are left out: they are counted elsewhere. So are parameters
-        and views of them, which ZeRO-3 has gathered inside.
+        Parameters and views of them, which ZeRO-3 gathers inside, do not count.
+
+        Args:
+            elsewhere: tensors whose storages are counted elsewhere.
         """
-        owned = {storage_key(tensor) for tensor in not_owned_by}
+        owned = {storage_key(tensor) for tensor in elsewhere}
 
         def pack(tensor: Tensor) -> Tensor | _Counted:
             if isinstance(viewed(tensor), nn.Parameter) or storage_key(tensor) in owned:

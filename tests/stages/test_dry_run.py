@@ -297,7 +297,7 @@ def test_evaluation_keeps_nothing_and_returns_nothing():
 
 def test_a_storage_that_two_nodes_keep_is_kept_once_and_anothers_not_at_all():
     mine, weight = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
-    kept = SavedStorages(not_owned_by=[weight])
+    kept = SavedStorages(elsewhere=[weight])
     with observing(kept.keep):
         x = mine * 2
         y = ((x * weight) + x.view(2, 4).reshape(8) * weight).sum()
