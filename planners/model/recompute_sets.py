@@ -63,7 +63,7 @@ class RecomputeSets:
     nothing, unless the user has fixed what runs again.
 
     The sets of a composition are made when one of its ranges first asks for a set that is neither
-    the first nor the last: for most compositions that never happens.
+    the first nor the last (`_MadeSets`): for most compositions that never happens.
 
     Args:
         largest: bytes of the largest part of each composition.
@@ -84,18 +84,13 @@ class RecomputeSets:
     ) -> None:
         self.largest, self.ways = largest, ways
         self._most_saved, self._most_spent = most_saved, most_spent
-        self._reach = int(most_saved.max()) + 1
-        self.nothing_first, self._make = nothing_first, make
-        self._of_each: dict[int, Sets] = {}
-        # One row for all sets that are made, those of a composition side by side, in the order in
-        # which compositions were made; before them a set of nothing, for those that were not.
-        self._begins, self._turns = np.zeros((2, len(largest)), np.int64)
-        self._saved, self._spent, self._keys = (np.zeros(1, t) for t in (np.int64, float, np.int64))
+        self.nothing_first = nothing_first
+        self._made = _MadeSets(make, len(largest), int(most_saved.max()) + 1)
 
     def numbers(self, composition: int) -> range:
         """The numbers of the sets of a composition."""
         first = composition * PLACES
-        return range(first, first + len(self._of(composition).saved))
+        return range(first, first + len(self._made.of(composition).saved))
 
     def first(self, compositions: Numbers) -> Numbers:
         """The numbers of the first sets of compositions."""
@@ -103,17 +98,18 @@ class RecomputeSets:
 
     def saved(self, numbers: Numbers) -> Bytes:
         """Bytes of a micro-batch that sets save."""
-        return self._figures(numbers, self._saved, self._most_saved)
+        return self._figures(numbers, self._made.saved, self._most_saved)
 
     def spent(self, numbers: Numbers) -> Times:
         """Seconds of a micro-batch that sets cost."""
-        return self._figures(numbers, self._spent, self._most_spent)
+        return self._figures(numbers, self._made.spent, self._most_spent)
 
     def counts(self, number: int) -> tuple[int, ...]:
         """A set as numbers of blocks: for each part of its composition, how many of the part's
         blocks are at each of the part's levels (`part_levels`)."""
         composition, place = divmod(number, PLACES)
-        return tuple(map(int, self._of(composition).counts[-1 if place == LAST else place]))
+        counts = self._made.of(composition).counts
+        return tuple(map(int, counts[-1 if place == LAST else place]))
 
     def cheapest(self, compositions: Numbers, needed: Bytes) -> Numbers:
         """The number of the first set of each composition that saves at least `needed` bytes.
@@ -125,37 +121,69 @@ class RecomputeSets:
         found = np.array(self.first(kinds) + np.where(beyond, LAST, 0))
         asked = ~beyond & (needs > 0) if self.nothing_first else ~beyond
         if asked.any():  # mostly few do: only those are searched for
-            kinds, needs = kinds[asked], np.maximum(needs[asked], 0)
-            self._have(kinds)
-            first = np.searchsorted(self._keys, self._turns[kinds] * self._reach + needs)
-            found[asked] += first - self._begins[kinds]
+            found[asked] += self._made.first_saving(kinds[asked], np.maximum(needs[asked], 0))
         return found
 
     def _figures(self, numbers: Numbers, made: NDArray[Any], most: NDArray[Any]) -> NDArray[Any]:
         kinds, places = np.divmod(numbers, PLACES)
         last = places == LAST
-        return np.where(last, most[kinds], made[self._begins[kinds] + np.where(last, 0, places)])
+        begins = self._made.begins[kinds]
+        return np.where(last, most[kinds], made[begins + np.where(last, 0, places)])
 
-    def _of(self, composition: int) -> Sets:
+
+class _MadeSets:
+    """The sets of the compositions that were asked for, side by side: one search serves many.
+
+        composition    none   7                2
+        turn            0     1                2           in which the composition was made
+        saved           0     0    3    8      0    2    5
+        keys            0     10   13   18     20   22   25      10 * turn + saved
+                        |     |                |
+        begins          of    of 7             of 2
+                        all others
+
+    Here `reach` is 10. The set of composition 2 that saves at least 4 is where 24 belongs in the
+    keys: 2 after where 2 begins, so its third one.
+
+    Args:
+        make: makes the sets of a composition.
+        compositions: how many there are.
+        reach: more than any set saves.
+    """
+
+    def __init__(self, make: Callable[[int], Sets], compositions: int, reach: int) -> None:
+        self._make, self._reach = make, reach
+        self._of_each: dict[int, Sets] = {}
+        self.begins, self._turns = np.zeros((2, compositions), np.int64)
+        self.saved, self.spent, self._keys = (np.zeros(1, t) for t in (np.int64, float, np.int64))
+
+    def of(self, composition: int) -> Sets:
+        """The sets of a composition."""
         self._have(np.array([composition]))
         return self._of_each[composition]
 
+    def first_saving(self, compositions: Numbers, needed: Bytes) -> Numbers:
+        """The place of the first set of each composition that saves so much; one does."""
+        self._have(compositions)
+        found = np.searchsorted(self._keys, self._turns[compositions] * self._reach + needed)
+        return np.asarray(found - self.begins[compositions])
+
     def _have(self, compositions: Numbers) -> None:
         """Make the sets of compositions that have none yet."""
-        new = np.unique(compositions[self._begins[compositions] == 0]).tolist()
+        new = np.unique(compositions[self.begins[compositions] == 0]).tolist()
         if not new:
             return
-        saved, spent, keys = [self._saved], [self._spent], [self._keys]
-        end = len(self._saved)
+        saved, spent, keys = [self.saved], [self.spent], [self._keys]
+        end = len(self.saved)
         for composition in new:
             sets = self._of_each[composition] = self._make(composition)
             turn = len(self._of_each)
-            self._begins[composition], self._turns[composition] = end, turn
+            self.begins[composition], self._turns[composition] = end, turn
             end += len(sets.saved)
             saved.append(sets.saved)
             spent.append(sets.spent)
             keys.append(turn * self._reach + sets.saved)
-        self._saved, self._spent, self._keys = map(np.concatenate, (saved, spent, keys))
+        self.saved, self.spent, self._keys = map(np.concatenate, (saved, spent, keys))
 
 
 @lru_cache(maxsize=32)
