@@ -85,10 +85,12 @@ class Costing:
     computed only for the degrees that these bounds leave in the search.
 
     Args:
+        units: the stretches of nodes between cuts.
         kinds: the kinds of devices of the machine.
         batch: rows of the whole batch.
         rows: the micro-batch sizes to consider, ascending.
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
+        window: receives posted ahead per boundary.
         precision: the dtype of matrix products.
         recompute: paths of the blocks that run again whole, and words for ops that run again in
             the others (`asked_ops`); None: the planner chooses.
@@ -145,8 +147,8 @@ class Costing:
         parameters, frozen, constants, _ = states(flow, units, kept.low)
         crossings = crossings_of(flow, units, kept.made_in, self.dividing)
         passing = passing_of(flow.graph, units, compiled=self.compiled)
-        levels = levels_of(short, inside, kept.levels, self.rows[0], self._may)
-        if self._words:  # all of these ops, and no choice
+        levels = levels_of(short, inside, kept.levels, self.rows[0], self._recomputable)
+        if self._asked_ops:  # all of these ops, and no choice
             levels = [replace(ops, found=ops.found[-1:]) for ops in levels]
         problem = replace(
             timed,
@@ -170,7 +172,7 @@ class Costing:
                 for profile in timed.profiles
             ),
         )
-        paths = tuple(block.path for block in self._may)
+        paths = tuple(block.path for block in self._recomputable)
         return Profiled(problem, paths, tuple(ops.nodes() for ops in levels), equal)
 
     def _kept(self, short: Short, forward: Mapping[int, list[Times]], *, check: bool) -> KeptBytes:
@@ -182,7 +184,7 @@ class Costing:
         Raises:
             Uneven: the runs do not tell of the blocks that the short graph leaves out.
         """
-        alone = within_asked(self.flow, self.blocks, self._words, self._numbers)
+        alone = within_asked(self.flow, self.blocks, self._asked_ops, self._block_numbers)
         may = may_run_again(self.flow, short, alone, forward[self.rows[0]][0])
         saving = Saving(
             flow=self.flow,
@@ -192,9 +194,9 @@ class Costing:
             segments=self._segments(short),
             compiled=self.compiled,
             seconds=may,
-            room=self._room,
+            ample=self._ample,
         )
-        return saving.at(self.units, self.rows, np.array(self._numbers))
+        return saving.at(self.units, self.rows, np.array(self._block_numbers))
 
     def parts(self, rows: int, kind: int) -> NDArray[np.float64]:
         """The units' seconds of a micro-batch by cause, on a kind of device: shape (3, units).
@@ -215,8 +217,8 @@ class Costing:
         return self._timed_by(self._short)
 
     @cached_property
-    def _may(self) -> list[Block]:
-        """The blocks that may run again, whether or not the user has fixed which do."""
+    def _recomputable(self) -> list[Block]:
+        """The blocks that may run again, and those that the user wants to offload."""
         asked = {*(self.recompute or ()), *(self.offload or ())}
         return [
             block
@@ -226,10 +228,12 @@ class Costing:
         ]
 
     @property
-    def _room(self) -> float:
-        """Bytes up to which the fewest rows leave memory out of question: the smallest device then
-        holds the model, and the whole batch's saved bytes many times over."""
-        if self._words or self.offload:
+    def _ample(self) -> float:
+        """Saved bytes of the fewest rows up to which memory is out of question.
+
+        The smallest device then holds, `AMPLE` times, the model's states and what a batch saves.
+        """
+        if self._asked_ops or self.offload:
             return 0.0
         model = sum(int(state.spec.bytes) for state in self.flow.graph.states.values())
         held = (3 + self.optimizer_factor) * model
@@ -241,7 +245,7 @@ class Costing:
         return len({block.module for block in self.blocks}) == len(self.blocks)
 
     @cached_property
-    def _words(self) -> frozenset[str]:
+    def _asked_ops(self) -> frozenset[str]:
         return words_of(self.recompute, self.blocks)
 
     def _constraints(self, levels: Sequence[BlockLevels]) -> Constraints:
@@ -252,13 +256,14 @@ class Costing:
             levels: the levels of each block; empty: not known yet.
         """
         asked = self.constraints
-        away = [n for n, block in enumerate(self._may) if block.path in (self.offload or ())]
+        paths = [block.path for block in self._recomputable]
+        away = [n for n, path in enumerate(paths) if path in (self.offload or ())]
         if self.offload is not None:
             asked = replace(asked, offload=tuple(away))
         if self.recompute is None:
             return asked
-        whole = {n: Again(n) for n, block in enumerate(self._may) if block.path in self.recompute}
-        parts = {n: Again(n, 0) for n, own in enumerate(levels) if self._words and own.found}
+        whole = {n: Again(n) for n, path in enumerate(paths) if path in self.recompute}
+        parts = {n: Again(n, 0) for n, own in enumerate(levels) if self._asked_ops and own.found}
         again = {n: each for n, each in {**parts, **whole}.items() if n not in away}
         return replace(asked, recompute=tuple(sorted(again.values())))
 
@@ -268,16 +273,16 @@ class Costing:
         return [owner[p].path if p in owner else None for p in short.kept]
 
     @property
-    def _numbers(self) -> list[int]:
+    def _block_numbers(self) -> list[int]:
         """For each node the number of the block with which it may run again, or -1."""
         numbers = [-1] * len(self.flow.graph.nodes)
-        for number, block in enumerate(self._may):
+        for number, block in enumerate(self._recomputable):
             numbers[block.first : block.stop] = [number] * (block.stop - block.first)
         return numbers
 
     def _timed_by(self, short: Short) -> _Timing:
         """The problem, from the seconds of a short graph."""
-        flow, units, may = self.flow, self.units, self._may
+        flow, units = self.flow, self.units
         parameters, frozen, constants, copies = states(flow, units, ())
         costs = self._formulas(short)
         made = [self._profile(short, costs, size) for size in self.rows]
@@ -293,7 +298,8 @@ class Costing:
             window=self.window,
             constraints=self._constraints(()),
             recomputable=tuple(
-                (units.of(block.first), units.of(block.stop - 1) + 1) for block in may
+                (units.of(block.first), units.of(block.stop - 1) + 1)
+                for block in self._recomputable
             ),
             zeros=self.zeros,
             tp=self.tp,
@@ -333,7 +339,7 @@ class Costing:
             crossings=(),
             recompute=tuple(
                 tuple(of_block(forward, block, self.units) for forward, _ in times)
-                for block in self._may
+                for block in self._recomputable
             ),
             exchange=tuple(
                 by_unit(exchange.sum(axis=0)[short.like], starts) for exchange in exchanges

@@ -60,7 +60,7 @@ class Saving:
             what autograd saves.
         seconds: the seconds, at the fewest rows, of the short graph's nodes in blocks that may run
             again, by position.
-        room: if the fewest rows keep no more bytes than this, nothing has to run again, and no
+        ample: if the fewest rows keep no more bytes than this, nothing has to run again, and no
             levels are made. (Levels of compiled stages come along with their kept bytes.)
     """
 
@@ -71,7 +71,7 @@ class Saving:
     segments: Sequence[str | None]
     compiled: bool
     seconds: Mapping[int, float]
-    room: float
+    ample: float
 
     def at(self, units: Units, rows: Sequence[int], again: NDArray[np.int64]) -> KeptBytes:
         """The kept bytes at each number of rows.
@@ -87,21 +87,19 @@ class Saving:
             Uneven: the short graph's bytes do not hold for the whole graph.
         """
         observe = cache(partial(self._observe, rows[0], JointGraphs(self.check)))
-        first, where = observe(rows[0]), cache(partial(self._by_unit, units, again))
-        sizes: dict[int, tuple[Saved, ...]] = {}
-        made_of: dict[int, tuple[int, ...]] = {}
-        waiting_of: dict[int, tuple[int, ...]] = {}
+        first, by_unit = observe(rows[0]), cache(partial(self._by_unit, units, again))
+        saved: dict[int, tuple[Saved, ...]] = {}
+        made: dict[int, tuple[int, ...]] = {}
+        waiting: dict[int, tuple[int, ...]] = {}
         like, starts = self.short.like, np.array(units.starts)
-        lines = self._lines(observe, rows)
-        for size in rows:
-            line = lines[size]
-            sizes[size] = tuple(
+        for size, line in self._lines(observe, rows).items():
+            saved[size] = tuple(
                 Saved(sum(line.bytes[number] for number in numbers), *place)
-                for place, numbers in where(line.seen.storages).items()
+                for place, numbers in by_unit(line.seen.storages).items()
             )
             if self.compiled:
-                made_of[size] = tuple(np.maximum.reduceat(line.made[like], starts).tolist())
-                waiting_of[size] = tuple(np.add.reduceat(line.waiting[like], starts).tolist())
+                made[size] = tuple(np.maximum.reduceat(line.made[like], starts).tolist())
+                waiting[size] = tuple(np.add.reduceat(line.waiting[like], starts).tolist())
         nodes, kept = self.flow.graph.nodes, self.short.kept
         made_in = {
             Ref(node.name, number): dtype
@@ -110,15 +108,15 @@ class Saving:
             if dtype is not None
         }
         low, levels = set(first.copies), first.levels
-        if not self.compiled and sum(item.bytes for item in sizes[rows[0]]) > self.room:
+        if not self.compiled and sum(item.bytes for item in saved[rows[0]]) > self.ample:
             levels = eager_levels(self.short, self.precision, rows[0], self.segments, self.seconds)
         return KeptBytes(
-            sizes,
-            made_of,
-            waiting_of,
-            made_in,
-            frozenset(n for n, known in self.short.states.items() if known in low),
-            levels,
+            saved=saved,
+            made=made,
+            waiting=waiting,
+            made_in=made_in,
+            low=frozenset(n for n, known in self.short.states.items() if known in low),
+            levels=levels,
         )
 
     def _observe(self, fewest: int, known: JointGraphs, rows: int) -> Seen:
@@ -133,37 +131,38 @@ class Saving:
         )
 
     def _lines(self, observe: Callable[[int], Seen], rows: Sequence[int]) -> dict[int, _SavedLine]:
-        """The storages at each number of rows, and their bytes."""
-        if len(rows) > 3:
-            small, between, large = rows[0], rows[len(rows) // 2], rows[-1]
-            low, high = observe(small), observe(large)
-            same_storages = low.storages == high.storages
-            # Where storages differ, the middle one still tells whether joint graphs are on lines.
-            middle = observe(between) if self.check and (same_storages or self.compiled) else None
-            if same_storages and (not middle or middle.storages == low.storages):
-                sizes = np.array(low.bytes), np.array(high.bytes)
-                lines = {}
-                for size in rows:
-                    share = size - small, large - small
-                    rise, remainder = np.divmod((sizes[1] - sizes[0]) * share[0], share[1])
-                    off = (
-                        middle and size == between and (sizes[0] + rise).tolist() != [*middle.bytes]
-                    )
-                    if remainder.any() or off:
-                        break
-                    # A maximum of sums is convex: never above the line between two of its points.
-                    made_more = -((low.made - high.made) * share[0] // share[1])
-                    wait_more = (high.waiting - low.waiting) * share[0] // share[1]
-                    lines[size] = _SavedLine(
-                        seen=low,
-                        bytes=(sizes[0] + rise).tolist(),
-                        made=low.made + made_more,
-                        waiting=low.waiting + wait_more,
-                    )
-                else:
-                    return lines
-            return self._lines(observe, rows[1:]) | {small: _as_it_is(low)}
-        return {size: _as_it_is(observe(size)) for size in rows}
+        """The storages at each number of rows, and their bytes.
+
+        Rows that are left out at the small end until the others are on a line, and the last three
+        if none are, are run themselves.
+        """
+        if len(rows) <= 3:
+            return {size: _as_it_is(observe(size)) for size in rows}
+        if (line := self._line(observe, rows)) is not None:
+            return line
+        return {rows[0]: _as_it_is(observe(rows[0]))} | self._lines(observe, rows[1:])
+
+    def _line(
+        self, observe: Callable[[int], Seen], rows: Sequence[int]
+    ) -> dict[int, _SavedLine] | None:
+        """The bytes at all these rows, from a run of the first and one of the last.
+
+        None: their storages differ, or the bytes are on no line.
+        """
+        small, between, large = rows[0], rows[len(rows) // 2], rows[-1]
+        low, high = observe(small), observe(large)
+        same_storages = low.storages == high.storages
+        # Where storages differ, the middle one still tells whether joint graphs are on lines.
+        middle = observe(between) if self.check and (same_storages or self.compiled) else None
+        if not same_storages or (middle and middle.storages != low.storages):
+            return None
+        found: dict[int, _SavedLine] = {}
+        for size in rows:
+            line = _on_line(low, high, size - small, large - small)
+            if line is None or (middle and size == between and line.bytes != [*middle.bytes]):
+                return None
+            found[size] = line
+        return found
 
     def _by_unit(
         self, units: Units, again: NDArray[np.int64], storages: tuple[Storage, ...]
@@ -195,3 +194,17 @@ class _SavedLine(NamedTuple):
 
 def _as_it_is(seen: Seen) -> _SavedLine:
     return _SavedLine(seen, seen.bytes, seen.made, seen.waiting)
+
+
+def _on_line(low: Seen, high: Seen, part: int, of: int) -> _SavedLine | None:
+    """The bytes at `part` of the `of` rows from one run to another that keeps the same storages.
+
+    None: those of a storage are no whole number there.
+    """
+    more, rest = np.divmod((np.array(high.bytes) - np.array(low.bytes)) * part, of)
+    if rest.any():
+        return None
+    # A maximum of sums is convex: never above the line between two of its points. So rounded up.
+    made = low.made - (low.made - high.made) * part // of
+    waiting = low.waiting + (high.waiting - low.waiting) * part // of
+    return _SavedLine(low, (np.array(low.bytes) + more).tolist(), made, waiting)
