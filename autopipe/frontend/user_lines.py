@@ -69,6 +69,23 @@ def here(*, alone: bool = False, within: FrameType | None = None) -> str:
     return place if alone or not place else place + _called_at(traceback.extract_stack())
 
 
+def running(thread: int) -> str:
+    """`model.py:31`, the line of the user's code that a thread runs for autopipe; else empty.
+
+    Args:
+        thread: its `threading.get_ident()`.
+    """
+    innermost = sys._current_frames().get(thread)  # public, in spite of its name
+    found = ""
+    for frame, line in traceback.walk_stack(innermost) if innermost is not None else ():
+        file = frame.f_code.co_filename
+        if found and file.startswith(_OURS):
+            return found
+        if not found and _is_users(file):
+            found = f"{Path(file).name}:{line}"
+    return ""  # the program that has called autopipe at most
+
+
 def begins(function: object) -> str:
     """`file:line` where a user's function begins; empty for an object without code."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None

@@ -2,6 +2,7 @@
 
     measuring ━━━━━━━━━╸━━━━━━━━━━━━ 5 of 12 0:00:06 0:00:08     bars: parts, time so far, and left
     measuring: 5 of 12, 6 s so far, about 8 s left               lines
+    tracing: 47 s so far, at model.py:31                         of no parts: where it is
 
 A phase that ends soon is not shown. A thread draws, since the work may not report for a long time.
 """
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from autopipe.frontend.user_lines import running
 from autopipe.terminal.console import say
 from autopipe.util.progress import Done, shown
 
@@ -29,6 +31,9 @@ SOON_SECONDS = 2.0
 
 AGAIN_SECONDS = 5.0
 """Seconds between two lines."""
+
+LONG_SECONDS = 20.0
+"""A phase of no parts that goes on for longer says which line of the user's code it is at."""
 
 
 @contextmanager
@@ -51,9 +56,11 @@ class _Phase:
     of: int | None
     parts: int = 0
     begun: float = field(default_factory=time.monotonic)
+    thread: int = field(default_factory=threading.get_ident)
 
     def line(self, now: float) -> str:
-        """`measuring: 5 of 12, 6 s so far, about 8 s left`; `searching: 5 done, 6 s so far`."""
+        """`measuring: 5 of 12, 6 s so far, about 8 s left`; `searching: 5 done, 6 s so far`;
+        `tracing: 47 s so far, at model.py:31`."""
         taken = now - self.begun
         texts = [f"{self.parts} of {self.of}"] if self.of else []
         if not self.of and self.parts:
@@ -61,7 +68,15 @@ class _Phase:
         texts.append(f"{taken:.0f} s so far")
         if self.of and 0 < self.parts < self.of:
             texts.append(f"about {taken / self.parts * (self.of - self.parts):.0f} s left")
+        if not self.of and not self.parts and (place := _place(taken, self.thread)):
+            texts.append(place)
         return f"{self.name}: {', '.join(texts)}"
+
+
+def _place(taken: float, thread: int) -> str:
+    """`at model.py:31`, the user's line that a long phase is at; else empty."""
+    place = running(thread) if taken >= LONG_SECONDS else ""
+    return f"at {place}" if place else ""
 
 
 class Lines:
@@ -126,7 +141,7 @@ class Bars:
         progress = self._progress
         if not self._tasks:
             progress.start()
-        task = progress.add_task(name, total=of)
+        task = progress.add_task(name, total=of, thread=threading.get_ident())
         self._tasks.append(task)
 
         def done(parts: int = 1) -> None:
@@ -163,10 +178,12 @@ def _progress() -> Progress:
                 yield self.make_tasks_table(late)
 
     class Parts(progress.ProgressColumn):
-        """`5 of 12`, where that is known."""
+        """`5 of 12`, where that is known; else where a long phase is."""
 
         def render(self, task: progress.Task) -> Text:
-            return Text(f"{task.completed:.0f} of {task.total:.0f}" if task.total else "")
+            if not task.total:
+                return Text(_place(task.elapsed or 0, task.fields["thread"]))
+            return Text(f"{task.completed:.0f} of {task.total:.0f}")
 
     return Late(
         progress.SpinnerColumn(),

@@ -1,16 +1,19 @@
 """The progress of long work: lines of text, and bars on a terminal."""
 
+import importlib.util
 import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from autopipe.terminal import bars, console
-from autopipe.util.progress import phase
+from autopipe.util.progress import phase, shown
+from autopipe.util.seeding import alike, places
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +67,31 @@ def test_what_is_said_of_time() -> None:
     assert bars._Phase("tracing", of=None, begun=0.0).line(12.2) == "tracing: 12 s so far"
     searched = bars._Phase("search", of=None, parts=171, begun=0.0)
     assert searched.line(3.0) == "search: 171 done, 3 s so far"
+
+
+@pytest.mark.parametrize("kind", [bars.Lines, bars.Bars])
+def test_a_long_phase_says_where_the_users_code_is(
+    kind: type[bars.Lines | bars.Bars],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loop over a thousand tokens takes minutes to trace: whose loop it is can be seen."""
+    monkeypatch.setattr(bars, "LONG_SECONDS", 0.1)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    (tmp_path / "slow.py").write_text("import time\n\ndef model():\n    time.sleep(0.6)\n")
+    spec = importlib.util.spec_from_file_location("slow", tmp_path / "slow.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with shown(by := kind()):
+        with phase("tracing"):
+            alike(module.model, places())()
+        with phase("searching"):
+            time.sleep(0.6)
+    by.close()
+    said = capsys.readouterr().err
+    assert "at slow.py:4" in said and "test_bars.py" not in said
 
 
 @pytest.mark.parametrize("rank", ["1", "7"])
