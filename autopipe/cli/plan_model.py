@@ -223,7 +223,7 @@ def plan(
 def _one_line(made: Plan) -> str:
     """A plan in a line."""
     mesh = made.mesh
-    zero = f" zero={made.zero}" if made.zero and mesh.dp > 1 else ""
+    zero = f" zero={made.zero}" if made.zero_at_work else ""
     return (
         f"plan: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}{zero}, "
         f"{numbers.count(made.batch.micro_batches, 'micro-batch', 'micro-batches')}, "

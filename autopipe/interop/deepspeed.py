@@ -45,7 +45,7 @@ def config(plan: Plan) -> Exported:
         "train_batch_size": batch.rows,
         "train_micro_batch_size_per_gpu": batch.microbatch_rows(mesh.dp),
         "gradient_accumulation_steps": batch.micro_batches,
-        "zero_optimization": {"stage": _zero(plan)},
+        "zero_optimization": {"stage": plan.zero_at_work},
     }
     data.update(_precision(plan))
     if mesh.tp > 1:
@@ -60,7 +60,7 @@ def _gradients(plan: Plan) -> frozenset[str]:
     if plan.precision in AUTOCAST:
         return FP32
     own = frozenset({bits(plan.precision)})
-    return own | FP32 if _zero(plan) else own
+    return own | FP32 if plan.zero_at_work else own
 
 
 def _precision(plan: Plan) -> dict[str, Any]:
@@ -76,11 +76,6 @@ def _precision(plan: Plan) -> dict[str, Any]:
     if plan.precision == "fp32":
         return {}
     found: dict[str, Any] = {plan.precision: {"enabled": True}}
-    if _zero(plan):
+    if plan.zero_at_work:
         found["data_types"] = {"grad_accum_dtype": plan.grad_dtype}
     return found
-
-
-def _zero(plan: Plan) -> int:
-    """The ZeRO stage; 0 without replicas."""
-    return plan.zero if plan.mesh.dp > 1 else 0

@@ -155,6 +155,11 @@ class Plan:
         return self.zero == 1 and (self.mesh.dp > 1 or bool(self.turns))
 
     @property
+    def zero_at_work(self) -> int:
+        """The ZeRO stage; 0 where it has no ranks to shard over."""
+        return self.zero if self.mesh.dp > 1 or self.deals else 0
+
+    @property
     def scatters(self) -> bool:
         """Whether every backward scatters its gradients: ZeRO-2 and 3, with replicas."""
         return self.zero >= 2 and self.mesh.dp > 1

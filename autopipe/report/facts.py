@@ -103,13 +103,14 @@ def _choices(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "compiled", "memory-bound ops are fused, and run again rather than be kept"
     if plan.fused_attention:
         yield "attention", "fused into one op, where the model writes out its products and softmax"
-    if plan.zero and plan.mesh.dp > 1:
+    if zero := plan.zero_at_work:
         sharded = {
             1: "optimizer state is",
             2: "gradients and optimizer state are",
             3: "parameters, gradients and optimizer state are",
         }
-        yield "zero", f"{plan.zero}: {sharded[plan.zero]} sharded over the replicas"
+        over = "the replicas" if plan.mesh.dp > 1 else "ranks that take turns at a stage"
+        yield "zero", f"{zero}: {sharded[zero]} sharded over {over}"
     again = repeated(plan, plan.stages)
     if again:
         yield "recompute", f"{'; '.join(map(str, again))} run a second time in backward"

@@ -34,10 +34,6 @@ Again = Callable[..., tuple[Read, ...]]
 Numbers = Mapping[str, float]
 """The values of the buffers of one number."""
 
-Counters = Mapping[str, tuple[float, float]]
-"""The buffers of one number that each call raises alike: the number after two calls, and by how
-much."""
-
 
 def later_read(model: nn.Module, first: Sequence[Read], again: Again, *, refuse: bool) -> str:
     """The words for a read that gives another value after more calls; "" if none is found.
@@ -104,6 +100,7 @@ def _later_calls(model: nn.Module, again: Again) -> Iterator[tuple[int, tuple[Re
 def _counters(
     before: Numbers, between: Numbers, after: Numbers
 ) -> Iterator[tuple[str, tuple[float, float]]]:
+    """The buffers that each of two calls raised alike: the number after them, and by how much."""
     for name in before.keys() & between.keys() & after.keys():
         rise = between[name] - before[name]
         if rise and after[name] - between[name] == rise:

@@ -167,7 +167,7 @@ class Updates:
                 f"this rank has a part, and no second one can be made to look at: {error.message}",
                 hint=_planned_for(kind),
             )
-        zero = plan.zero if plan.deals or plan.scatters else 0
+        zero = plan.zero_at_work
         split = {"zero": zero, "tp": plan.mesh.tp, "pp": plan.mesh.pp}
         if effect == measured.TENSOR:
             del split["pp"]

@@ -8,7 +8,7 @@ from autopipe.cluster.cluster import Group, NodeGroup
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Boundary, Place
 from autopipe.report import facts
-from tests.support.plans import chain, example_plan, on
+from tests.support.plans import chain, example_plan, in_turns, on
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,9 @@ def test_what_is_not_as_usual() -> None:
     assert said(low, "buffers") == "positions and 2 more: read in bf16, where they meet activations"
     slow = replace(chain(3, 4, schedule="eager-1f1b"), boundaries=(Boundary(3, 1), Boundary(2, 0)))
     assert (said(slow, "window")[:4], said(slow, "depth")[:4]) == ("3 2:", "1 0:")
+    turns = replace(in_turns(), stages=tuple(replace(s, zero=1) for s in in_turns().stages))
+    over = "1: optimizer state is sharded over ranks that take turns at a stage"
+    assert said(turns, "zero") == over and turns.mesh.dp == 1
 
 
 @pytest.mark.parametrize(
