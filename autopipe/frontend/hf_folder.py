@@ -7,11 +7,14 @@ config.json --AutoConfig--> configuration --architectures[0]--> model(), without
                                                               renames or stacks them, by that, as
                                                               pytorch_model*.bin is
 
-    ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM       tokens, which are the labels too
-    ...ForConditionalGeneration with words alone         tokens, and labels
-    ...ForSequenceClassification                         tokens, and a class a row
-    ...ForImageClassification                            an image, and a class a row
+    ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM       the tokens are the labels too
+    ...ForConditionalGeneration of two parts, ...ForCTC  tokens as labels
+    ...For{Sequence,Image,Audio}Classification           a class a row
+    ...ForTokenClassification                            a class a token
+    ...ForQuestionAnswering                              the first and the last token of an answer
+    ...ForSemanticSegmentation                           a class a pixel
 
+What comes in, by the class's `main_input_name`, are tokens, images, samples or spectra of sound.
 `hf:FOLDER?length=4096` gives rows of 4096 tokens. Code in the folder is never run.
 """
 
@@ -38,6 +41,16 @@ LENGTH = 1024
 
 IMAGE = 224
 """Pixels of a side of an image where the configuration does not say."""
+
+SAMPLES = 16_000
+"""Samples of a sound: a second, at the rate that wav2vec 2.0 (arXiv:2006.11477, 4.1) and its
+successors take."""
+
+FRAMES = 512
+"""Frames of a spectrum, of 10 ms each, where the configuration does not say."""
+
+SPOKEN = 8
+"""Words that are said in a sound: `ForCTC` wants fewer than there are frames."""
 
 Batch = dict[str, Tensor]
 
@@ -69,7 +82,7 @@ def as_module(source: str) -> SimpleNamespace:
             f"transformers {transformers.__version__}",
             hint="write a model file whose model() builds it",
         )
-    inputs = _inputs(name, config, length)
+    inputs = _inputs(model_class, config, length)
     if inputs is None:
         raise ModelError(
             f"{source}: what a {name} takes is not known here",
@@ -212,48 +225,110 @@ def _unread(path: Path, transformers: Any, error: Exception, hint: str) -> Model
     )
 
 
-def _inputs(name: str, config: Any, length: int | None) -> Callable[[int], Batch] | None:
+def _inputs(kind: Any, config: Any, length: int | None) -> Callable[[int], Batch] | None:
     """The function that makes a batch for a class of models; None: unknown."""
-    images, words = name.endswith("ForImageClassification"), hasattr(config, "vocab_size")
-    if images:
-        return lambda rows: _images(config, rows) | _classes(config, rows)
-    if not words:
-        return None
     tokens = _length(config) if length is None else length
-    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):
-        return lambda rows: dict.fromkeys(("input_ids", "labels"), _words(config, rows, tokens))
-    if name.endswith("ForConditionalGeneration") and getattr(config, "is_encoder_decoder", False):
-        return lambda rows: {
-            "input_ids": _words(config, rows, tokens),
-            "labels": _words(config, rows, tokens),
-        }
-    if name.endswith("ForSequenceClassification"):
-        # Each row ends in a word that is no padding: the models look for the last one.
-        return lambda rows: {"input_ids": _words(config, rows, tokens)} | _classes(config, rows)
+    shape = _shape(kind.main_input_name, config, tokens)
+    end = next((end for end in _LABELS if kind.__name__.endswith(end)), None)
+    answers = end != "ForConditionalGeneration" or getattr(config, "is_encoder_decoder", False)
+    if shape is None or end is None or not answers:
+        return None
+    makes = _words if kind.main_input_name == "input_ids" else _numbers
+
+    def inputs(rows: int) -> Batch:
+        given = makes(config, rows, *shape)
+        return {kind.main_input_name: given} | _LABELS[end](config, given, tokens)
+
+    return inputs
+
+
+def _shape(name: str, config: Any, tokens: int) -> tuple[int, ...] | None:
+    """The shape of a row of a class's main input; None: unknown."""
+
+    def has(*fields: str) -> tuple[int, ...]:
+        """The numbers of some fields; empty if one is missing."""
+        found = [getattr(config, field, None) for field in fields]
+        return tuple(value for value in found if isinstance(value, int)) if all(found) else ()
+
+    if name == "input_ids":
+        return (tokens,) if has("vocab_size") else None
+    if name == "pixel_values":
+        size = getattr(config, "image_size", None) or IMAGE
+        sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
+        return getattr(config, "num_channels", 3), *sides
+    if name == "input_values":
+        return has("max_length", "num_mel_bins") or (SAMPLES,)
+    if name == "input_features":
+        if of_whisper := has("num_mel_bins", "max_source_positions"):
+            return of_whisper[0], 2 * of_whisper[1]  # its second convolution has a stride of 2
+        features = has("input_feat_per_channel") or has("feature_projection_input_dim")
+        return (FRAMES, *features) if features else None
     return None
 
 
 def _length(config: Any) -> int:
     most = [
         value
-        for key in ("max_position_embeddings", "n_positions")
+        for key in ("max_position_embeddings", "n_positions", "max_target_positions")
         if isinstance(value := getattr(config, key, None), int) and value > 0
     ]
     return min([LENGTH, *most])
 
 
 def _words(config: Any, rows: int, tokens: int) -> Tensor:
-    """Random words, of shape (rows, tokens); word 0 and the padding are left out."""
+    """Random words, of shape (rows, tokens); word 0 and the padding are left out.
+
+    What classifies a row looks for its last word that is no padding.
+    """
     padding = getattr(config, "pad_token_id", None)
     least = padding + 1 if isinstance(padding, int) and padding < 16 else 1
     return torch.randint(least, config.vocab_size, (rows, tokens))
 
 
-def _images(config: Any, rows: int) -> Batch:
-    size = getattr(config, "image_size", None) or IMAGE
-    sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
-    return {"pixel_values": torch.randn(rows, getattr(config, "num_channels", 3), *sides)}
+def _numbers(config: Any, rows: int, *shape: int) -> Tensor:
+    return torch.randn(rows, *shape)
 
 
-def _classes(config: Any, rows: int) -> Batch:
-    return {"labels": torch.randint(0, config.num_labels, (rows,))}
+def _itself(config: Any, given: Tensor, tokens: int) -> Batch:
+    return {"labels": given}
+
+
+def _answer(config: Any, given: Tensor, tokens: int) -> Batch:
+    return {"labels": _words(config, len(given), tokens)}
+
+
+def _spoken(config: Any, given: Tensor, tokens: int) -> Batch:
+    return {"labels": _words(config, len(given), SPOKEN)}
+
+
+def _class(config: Any, given: Tensor, tokens: int, *places: int) -> Batch:
+    """A class for each row, or for each of so many places in it."""
+    return {"labels": torch.randint(0, config.num_labels, (len(given), *places))}
+
+
+def _class_a_token(config: Any, given: Tensor, tokens: int) -> Batch:
+    return _class(config, given, tokens, tokens)
+
+
+def _class_a_pixel(config: Any, given: Tensor, tokens: int) -> Batch:
+    return _class(config, given, tokens, *given.shape[2:])
+
+
+def _span(config: Any, given: Tensor, tokens: int) -> Batch:
+    ends = torch.randint(0, tokens, (2, len(given))).sort(0).values
+    return {"start_positions": ends[0], "end_positions": ends[1]}
+
+
+_LABELS: dict[str, Callable[[Any, Tensor, int], Batch]] = {
+    **dict.fromkeys(("ForCausalLM", "LMHeadModel", "ForMaskedLM"), _itself),
+    "ForConditionalGeneration": _answer,
+    "ForCTC": _spoken,
+    **dict.fromkeys(
+        ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification"), _class
+    ),
+    "ForTokenClassification": _class_a_token,
+    "ForSemanticSegmentation": _class_a_pixel,
+    "ForQuestionAnswering": _span,
+}
+"""The end of a class's name -> the labels of a batch: given the configuration, what comes in, and
+the tokens of a row."""

@@ -17,6 +17,10 @@ from tests.support.shell import Shell
 
 TEXT = {"vocab_size": 61, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 PICTURE = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32}
+SOUND = {
+    **{"vocab_size": 61, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"intermediate_size": 16, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2},
+}
 
 FAMILIES = {
     "LlamaForCausalLM": ("llama", TEXT | {"intermediate_size": 16, "max_position_embeddings": 32}),
@@ -32,7 +36,30 @@ FAMILIES = {
         {"vocab_size": 61, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
         | {"decoder_start_token_id": 0},
     ),
+    "BertForTokenClassification": ("bert", TEXT | {"intermediate_size": 16}),
+    "BertForQuestionAnswering": ("bert", TEXT | {"intermediate_size": 16}),
     "ViTForImageClassification": ("vit", PICTURE | {"intermediate_size": 16, "patch_size": 16}),
+    "SegformerForSemanticSegmentation": (
+        "segformer",
+        {"num_encoder_blocks": 1, "depths": [1], "sr_ratios": [1], "hidden_sizes": [8]}
+        | {"patch_sizes": [7], "strides": [4], "num_attention_heads": [1], "mlp_ratios": [2]}
+        | {"decoder_hidden_size": 8, "image_size": 32},
+    ),
+    "WhisperForConditionalGeneration": (
+        "whisper",
+        {"vocab_size": 61, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1}
+        | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 4}
+        | {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_source_positions": 20}
+        | {"max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        | {"decoder_start_token_id": 1},
+    ),
+    "ASTForAudioClassification": (
+        "audio-spectrogram-transformer",
+        {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_length": 64}
+        | {"num_mel_bins": 32, "intermediate_size": 16},
+    ),
+    "Wav2Vec2ForCTC": ("wav2vec2", SOUND | {"conv_dim": [8] * 7}),
+    "Wav2Vec2BertForCTC": ("wav2vec2-bert", SOUND | {"feature_projection_input_dim": 6}),
 }
 """By the class that a folder names: the type of its configuration, and entries of it."""
 
