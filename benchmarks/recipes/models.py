@@ -117,6 +117,10 @@ _DEEPSEEK = {
     **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128},
     **{"qk_rope_head_dim": 64, "v_head_dim": 128},
 }
+_KIMI = {
+    **_DEEPSEEK,
+    **{"n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}
 
 DECODERS = {
     "llama2_7b": Decoder("Llama", 32, 4096, 32, 32, 11008, 32000, 4096),
@@ -156,5 +160,6 @@ DECODERS = {
     "deepseek_v3": Decoder(
         "DeepseekV3", 61, 7168, 128, 128, 18432, 129280, 4096, 64, experts=_DEEPSEEK
     ),
+    "kimi_k2": Decoder("DeepseekV3", 61, 7168, 64, 64, 18432, 163840, 4096, 64, experts=_KIMI),
 }
 """By the beginning of a recipe's name: a recipe that no name here begins is not built."""
