@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from autopipe.frontend.optimizer import (
     takes_names,
     without_names,
 )
-from autopipe.frontend.user_module import UserModule, check_names, imported
+from autopipe.frontend.user_module import UserModule, as_program, check_names, imported
 from autopipe.planfile.contents import LOSS_OVER, ROWS, Plan
 from autopipe.util import seeding
 
@@ -143,8 +143,13 @@ class ModelFile:
         if self.batches is None:
             return None
         part = {"shard": shard, "num_shards": num_shards} if self.sharded else {}
-        with user_lines.as_model_errors(f"{self.source}: batches"):
+        with self._in_batches():
             return self.batches(batch_size, **part)
+
+    @contextmanager
+    def _in_batches(self) -> Iterator[None]:
+        with user_lines.as_model_errors(f"{self.source}: batches"), as_program(self.source):
+            yield
 
     def stream(
         self,
@@ -169,11 +174,11 @@ class ModelFile:
                     batch = self.inputs(batch_size)
                 yield batch
             return
-        with user_lines.as_model_errors(f"{self.source}: batches"):
+        with self._in_batches():
             asked = self.iterable(batch_size, shard, num_shards) if iterable is None else iterable
             given = iter(asked)
         while True:
-            with user_lines.as_model_errors(f"{self.source}: batches"):
+            with self._in_batches():
                 batch = next(given, _END)
             if batch is _END:
                 return

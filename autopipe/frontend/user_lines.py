@@ -155,7 +155,9 @@ def as_model_errors(what: str) -> Iterator[None]:
         place = of_error(error)
         raise ModelError(
             f"{place + ': ' if place else ''}{what}() ends the program (exit code {error.code})",
-            hint="let it raise an error that says what is missing",
+            hint=_NO_OPTIONS
+            if _reads_options(error)
+            else "let it raise an error that says what is missing",
         ) from error
     except Exception as error:  # the user's code may raise anything
         place, name = of_error(error), what.rpartition(" ")[2]
@@ -191,21 +193,40 @@ def run_module(action: Callable[[], Any], what: str) -> Any:
             f"{of_error(error)}: "
             f"{what} ends the program (exit code {error.code}) when it "
             "is imported",
-            hint='put what it does as a program under `if __name__ == "__main__":`',
+            hint=_NO_OPTIONS
+            if _reads_options(error)
+            else 'put what it does as a program under `if __name__ == "__main__":`',
         ) from error
     except Exception as error:  # the user's code may raise anything
         place = of_error(error)
         raise ModelError(
             f"{place or what}: {what} cannot be run: {type(error).__name__}: {error}",
-            hint=_missing(error) or "does it go well by itself? --debug shows all calls",
+            hint=_of_import(error, what) or "does it go well by itself? --debug shows all calls",
         ) from error
     finally:
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_default_device(None)  # that of a file which trains by itself
 
 
-def _missing(error: Exception) -> str | None:
-    """The hint for an import that Python does not find."""
+_NO_OPTIONS = (
+    "a model file is run without options: give each a default, or read it from the environment"
+)
+
+
+def _reads_options(error: SystemExit) -> bool:
+    """Whether a program ends since a parser of its own found its options wrong."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(Path(frame.f_code.co_filename).name == "argparse.py" for frame, _ in frames)
+
+
+def _of_import(error: Exception, what: str) -> str | None:
+    """The hint for an import that Python does not find, and for a question that nobody answers."""
+    if isinstance(error, EOFError):
+        return "a model file asks nobody: read what it needs from a file or the environment"
+    if isinstance(error, ImportError) and "no known parent package" in str(error):
+        return (
+            f"a file stands by itself; as a module of its package: PACKAGE.{Path(what).stem}:model"
+        )
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
     return (

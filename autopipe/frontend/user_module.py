@@ -13,8 +13,8 @@ import importlib
 import importlib.util
 import symtable
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -71,7 +71,21 @@ def imported(source: str) -> tuple[Any, str]:
     if source.endswith(".onnx"):
         return onnx_source.as_module(source), "model"
     name, colon, factory = source.partition(":")
-    return _by_name(name) if colon else _by_path(Path(source)), factory or "model"
+    with as_program(source):
+        return _by_name(name) if colon else _by_path(Path(source)), factory or "model"
+
+
+@contextmanager
+def as_program(source: str) -> Iterator[None]:
+    """Within, `sys.argv` has a file's name alone, as `python model.py` sets it: options that the
+    file reads have their defaults, and none is taken from autopipe's own command line. Afterwards
+    `sys.argv` is as before."""
+    before = sys.argv
+    sys.argv = [source.partition(":")[0] or source]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,7 @@ class UserModule:
                 f"{self.source}: {name} is a {type(found).__name__}, expected a function",
                 hint=f"def {name}(...): ..., which gives it",
             )
-        return _guarded(found, f"{self.source}: {name}", gives)
+        return _guarded(found, self.source, name, gives)
 
     def required(self, name: str, arguments: str, does: str, gives: str | None = None) -> Any:
         """As `function`, for one that each model file has."""
@@ -203,12 +217,14 @@ def _meant(name: str) -> str | None:
     return by_letters[close[0]] if close else None
 
 
-def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) -> Any:
+def _guarded(function: Callable[..., Any], source: str, name: str, gives: str | None = None) -> Any:
     """Wrap a user's function: check its result, name the line of its errors, build on the CPU."""
+    what = f"{source}: {name}"
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with (
             user_lines.as_model_errors(what),
+            as_program(source),
             off_gpus() if gives in (None, "nn.Module") else nullcontext(),
         ):
             result = function(*args, **kwargs)
@@ -217,7 +233,7 @@ def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) 
                 f"{what}() returned {result!r}, expected {gives}",
                 hint="does it end without a `return`?"
                 if result is None
-                else f"def {what.rpartition(' ')[2]}(...): return an object of it",
+                else f"def {name}(...): return an object of it",
             )
         return result
 

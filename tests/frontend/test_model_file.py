@@ -338,6 +338,57 @@ def test_a_program_that_ends_when_it_is_imported() -> None:
     assert error.hint is not None and "__main__" in error.hint
 
 
+OPTIONS = """
+import argparse
+def options():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=3)
+    return parser.parse_known_args()[0].steps
+"""
+
+
+def test_its_own_options_have_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a file that is a program too took options of `autopipe`'s command line for its own: here
+    layers of 100 features in a run, and of 3 in its plan. It is read as by `python net.py`."""
+    command = ["autopipe", "run", "plan.json", "--steps", "100"]
+    monkeypatch.setattr(sys, "argv", command)
+    file = load(
+        OPTIONS + "WIDTH = options()\n" + SMALLEST,
+        "\ndef model():\n    return nn.Linear(options(), WIDTH)\n"
+        "\ndef batches(batch_size):\n    yield options()\n",
+    )
+    assert (file.model().in_features, file.model().out_features) == (3, 3)
+    assert [*file.stream(2, 0, 1, 0)] == [3]
+    assert sys.argv is command
+
+
+@pytest.mark.parametrize("in_model", [False, True])
+def test_options_that_are_required(in_model: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """Bug: the hint was to put it under `if __name__ == "__main__":`, or to raise an error."""
+    text = OPTIONS.replace("default=3", "required=True")
+    with pytest.raises(ModelError, match=r"ends the program \(exit code 2\)") as error:
+        if in_model:
+            load(text + SMALLEST, "\ndef model():\n    return options()\n").model()
+        load(text + "options()\n" + SMALLEST)
+    assert error.value.hint == (
+        "a model file is run without options: give each a default, or read it from the environment"
+    )
+    assert "the following arguments are required: --steps" in capfd.readouterr().err
+
+
+def test_a_part_of_a_package() -> None:
+    error = refused("from .layers import Net\n")
+    assert error.message.endswith("attempted relative import with no known parent package")
+    assert error.hint == "a file stands by itself; as a module of its package: PACKAGE.net:model"
+
+
+def test_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull) as nobody:
+        monkeypatch.setattr(sys, "stdin", nobody)
+        error = refused("width = int(input())\n")
+    assert error.hint is not None and "from a file or the environment" in error.hint
+
+
 @pytest.mark.parametrize("name", ["model", "inputs"])
 def test_a_function_that_is_required(name: str) -> None:
     error = refused(SMALLEST.replace(f"def {name}(", f"def my_{name}("))
