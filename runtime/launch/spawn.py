@@ -37,7 +37,7 @@ GRACE = 5.0
 def spawn(
     processes: int,
     argv: Sequence[str],
-    command: Sequence[str] = (sys.executable, "-m", "autopipe"),
+    command: Sequence[str] | None = None,
     environs: Sequence[Mapping[str, str]] | None = None,
     *,
     forwarded: Sequence[signal.Signals] = (),
@@ -56,7 +56,7 @@ def spawn(
     Args:
         processes: how many to start.
         argv: arguments that follow `command`.
-        command: the program and its first arguments.
+        command: the program and its first arguments; None: autopipe.
         environs: torchrun's variables of each process, if the run has ranks on other machines;
             None: these processes are all ranks.
         forwarded: signals that do not end this call: it sends them on to the processes, which then
@@ -81,13 +81,24 @@ def spawn(
         children: list[subprocess.Popen[bytes]] = []
         try:
             for environ in _environments(processes, environs):
-                full = [*guard, *command, *argv]
+                full = [*guard, *(command or _autopipe()), *argv]
                 children.append(_start(full, environ, logs))
             return _waited(children, received, {*forwarded})
         finally:
             _end(children)
             if logs is not None:
                 logs.close()
+
+
+def _autopipe() -> list[str]:
+    """The command that starts autopipe, with the folders of modules of this process.
+
+    The program `autopipe` finds no modules in the current folder, where a user's `queue.py` may
+    stand; `python -m` does, unless it is told not to.
+    """
+    main = sys.modules["__main__"]
+    script = getattr(main, "__spec__", None) is None and hasattr(main, "__file__")
+    return [sys.executable, *(["-P"] if script else []), "-m", "autopipe"]
 
 
 def _waited(

@@ -76,6 +76,26 @@ def test_what_each_process_finds_in_its_environment(
     ]
 
 
+def test_a_users_file_of_the_name_of_one_of_pythons_own(tmp_path: Path) -> None:
+    """Bug: `autopipe plan` went well beside a `logging.py`, as a program finds no modules in the
+    current folder, and the ranks of `autopipe run` imported it and ended."""
+    folder, programs = tmp_path / "users", tmp_path / "bin"
+    folder.mkdir(), programs.mkdir()
+    (folder / "logging.py").write_text("1 / 0")
+    (programs / "program.py").write_text(
+        "from autopipe.runtime.launch.spawn import spawn\nraise SystemExit(spawn(1, ['--version']))"
+    )
+    found = subprocess.run(
+        [sys.executable, programs / "program.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith("autopipe")
+
+
 @linux
 def test_the_code_of_the_one_that_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert spawn(3, [str(tmp_path)], command=program("if rank == 1: sys.exit(7)")) == 7
