@@ -25,6 +25,7 @@ from autopipe.errors import ModelError
 from autopipe.frontend.model_file import ModelFile
 from autopipe.runtime.checkpoint.plain import fence, like, plain
 from autopipe.runtime.step.pipe import Pipe
+from autopipe.runtime.step.same_batch import check_all_ended
 from autopipe.util.progress import phase
 from autopipe.util.seeding import begin_beside_torch, go_to, places
 from autopipe.util.seeding import seed as derive_seed
@@ -72,6 +73,7 @@ class Feed:
         self._announced: set[tuple[int, ...]] = set()
         # Parts that each replica reads for itself may differ in number and rows.
         self._apart = file.sharded and plan.mesh.dp > 1
+        self._world = dist.group.WORLD if len(plan.mesh.places) > 1 else None
         self._parts = plan.batch.micro_batches * (1 if file.sharded else plan.mesh.dp)
 
     @property
@@ -174,6 +176,8 @@ class Feed:
             self._drawn += batch is not _END
             rows = self._rows_of(batch)
             found = self._all([rows])[:, 0].tolist() if self._apart else [rows]
+            if batch is _END and not (self._apart and ENDED in found):
+                check_all_ended(self._pipe.plan, self._world)
             if ENDED in found:
                 if set(found) != {ENDED}:
                     ended = found.index(ENDED)

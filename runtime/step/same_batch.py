@@ -29,6 +29,9 @@ from autopipe.util import codec
 CALLS = "step", "evaluate", "clip_grad_norm_", "save", "load", "state_dict", "load_state_dict"
 """Calls at whose door ranks exchange which one it is: they would wait for each other's messages."""
 
+END = len(CALLS)
+"""In the place of a call: this rank has no further batch."""
+
 SOME = 1024
 """Values of each tensor that are compared in steps after the first: a hash of all takes long."""
 
@@ -69,15 +72,37 @@ def check_same_call(call: str, plan: Plan, world: dist.ProcessGroup | None) -> N
         _heard(plan, world, torch.tensor([CALLS.index(call), *(0,) * 5]))
 
 
+def check_all_ended(plan: Plan, world: dist.ProcessGroup | None) -> None:
+    """Refuse, on every rank, batches that end on one rank before those of another.
+
+    Raises:
+        ModelError: names two ranks.
+    """
+    if world is not None:
+        _heard(plan, world, torch.tensor([END, *(0,) * 5]))
+
+
 def _heard(plan: Plan, world: dist.ProcessGroup, own: Tensor) -> list[Tensor]:
     """What all ranks say at the door of a call, whose number comes first.
 
     Raises:
         LaunchError: as `check_same_call`.
+        ModelError: as `check_all_ended`.
     """
     gathered = list(torch.empty(len(plan.mesh.places), len(own), dtype=own.dtype))
     dist.all_gather(gathered, own, group=world)
-    calls = [CALLS[int(of_rank[0])] for of_rank in gathered]
+    numbers = [int(of_rank[0]) for of_rank in gathered]
+    if END in numbers:
+        going = next((rank for rank, number in enumerate(numbers) if number != END), None)
+        if going is not None:
+            raise ModelError(
+                f"the batches of rank {numbers.index(END)} have ended, and rank {going} has "
+                "another one: all ranks must be given the same",
+                hint="batches() gives each rank as many, whatever RANK is; with the arguments "
+                "shard and num_shards it gives each replica its own",
+            )
+        return gathered
+    calls = [CALLS[number] for number in numbers]
     other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
     if other is not None:
         raise LaunchError(

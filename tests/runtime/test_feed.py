@@ -271,6 +271,21 @@ def test_shards_that_end_apart_or_have_other_rows(planned: Path) -> None:
     ]
 
 
+def test_batches_that_end_on_one_rank_alone(planned: Path) -> None:
+    """Bug: gloo ended the process of rank 1, whose next message was another one than rank 0's."""
+    text = "for step in range(4 - int(os.environ['RANK'])): yield inputs(batch_size)"
+    (planned / "ends.py").write_text(
+        f"{NET}\n\nimport os\n\ndef batches(batch_size):\n    {text}\n"
+    )
+    argv = ("-m", "autopipe", "run", "dp2.json", "--model", "ends.py", "--quiet")
+    said = ranks(2, *argv, folder=planned)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith(
+        "error: the batches of rank 1 have ended, and rank 0 has another one: all ranks must be "
+        "given the same\n"
+    )
+
+
 # --- where a run stands, for one that goes on from it
 
 
