@@ -29,7 +29,7 @@ def parse(path: Path, root: str) -> dict[str, object]:
         PlanError: the file is missing, truncated, no JSON, or holds no object.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # an editor's byte order mark is no text
     except FileNotFoundError:
         raise PlanError(
             f"{path}: no such file, asked for the {root}", hint="check the path and the folder"
@@ -64,6 +64,8 @@ def parse(path: Path, root: str) -> dict[str, object]:
 
 def _broken(text: str, path: Path, error: json.JSONDecodeError) -> PlanError:
     place = f"{path}, line {error.lineno}, column {error.colno}"
+    if error.msg == "Extra data":
+        return PlanError(f"{place}: something stands behind the end", hint="take it out")
     body = text.strip()
     # A whole file is one object, so one that does not end in a brace has lost its end.
     if body.startswith("{") and (not body.endswith("}") or error.pos >= len(text.rstrip())):

@@ -224,6 +224,7 @@ def test_a_cut_file_names_the_line_and_the_column(tmp_path: Path) -> None:
         (b"[" * 100_000, "{path}: the plan has lists within lists without end"),
         (b"9" * 5000, "{path}: the plan has a number of thousands of digits"),
         (b"plan", "{path}, line 1, column 1: this is no JSON: Expecting value"),
+        (b'{"a": 1}\n{"a": 1}', "{path}, line 2, column 1: something stands behind the end"),
         (
             b"PK\x03\x04\xff",
             "{path}: expected the plan as JSON text, found bytes",
@@ -235,6 +236,13 @@ def test_files_of_something_else(tmp_path: Path, content: bytes, sentence: str) 
     path.write_bytes(content)
     assert loading(path).message.startswith(sentence.format(path=path))
     assert loading(path).hint is not None
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """Editors of Windows write one: it was "no JSON", and perhaps "another file"."""
+    path = tmp_path / "plan.json"
+    path.write_text(codec.dumps(TREE).replace("\n", "\r\n"), encoding="utf-8-sig")
+    assert codec.load(Tree, path, root="tree") == TREE
 
 
 def test_no_file(tmp_path: Path) -> None:
