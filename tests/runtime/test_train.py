@@ -218,6 +218,55 @@ def test_tensors_in_an_optimizers_attributes(load: Load, tmp_path: Path) -> None
     assert pipe.steps == 1
 
 
+KEPT_ELSEWHERE = """
+import collections, random
+class Late:
+    count = 0
+class Slower(torch.optim.SGD):
+    def step(self, closure=None):
+        {step}
+        return super().step(closure)
+
+def optimizer(parameters):
+    made = Slower(parameters, lr=0.1)
+    made.kept = {kept}
+    return made
+"""
+
+
+@pytest.mark.parametrize(
+    ("kept", "step", "kind"),
+    [
+        ("collections.Counter()", "self.kept[p0(self)] += 1", "Counter"),
+        ("{}", "self.kept[id(p0(self))] = 1", "dict"),
+        ("collections.deque(maxlen=2)", "self.kept.append(0.1)", "deque"),
+        ("Late()", "self.kept.count += 1", "Late"),
+        ("[Late()]", "self.kept[0].count += 1", "list"),
+        ("random.Random(0)", "self.kept.random()", "Random"),
+        ("torch.Generator()", "torch.rand(1, generator=self.kept)", "Generator"),
+    ],
+)
+def test_numbers_that_no_checkpoint_of_attributes_holds(
+    kept: str, step: str, kind: str, load: Load, tmp_path: Path
+) -> None:
+    """Bug: a resumed run began anew with each of them without a word."""
+    text = KEPT_ELSEWHERE.replace("{kept}", kept).replace("{step}", step)
+    text += "\ndef p0(optimizer): return optimizer.param_groups[0]['params'][0]\n"
+    pipe, file = load(text)
+    with pytest.raises(CheckpointError) as error:
+        train(pipe, file, 3, print, saving=Keeping(tmp_path / "kept"))
+    assert error.value.message.startswith(
+        f"Slower keeps numbers in its attribute 'kept' ({kind}), and its steps change them: "
+    )
+    assert pipe.steps == 1
+
+
+def test_what_steps_do_not_change_is_no_matter(load: Load, tmp_path: Path) -> None:
+    text = KEPT_ELSEWHERE.replace("{kept}", "[Late(), {Late: 3}, {1, 2}]").replace("{step}", "pass")
+    pipe, file = load(text)
+    assert len(train(pipe, file, 3, print, saving=Keeping(tmp_path / "kept")).losses) == 3
+
+
 def test_no_batch_at_all(load: Load) -> None:
     pipe, file = load(FINITE.format(steps=0))
     assert run(pipe, file, None) == (Measured((), 0.0, ()), [])
