@@ -43,6 +43,7 @@ from autopipe.frontend.optimizer_trials import (
     stepped,
 )
 from autopipe.ir.graph import Graph, shape_at
+from autopipe.ir.tensors import tensors_in
 from autopipe.util import seeding
 
 ELEMENT, TENSOR, MODEL, NOISE = "element", "tensor", "model", "noise"
@@ -269,9 +270,8 @@ def optimizer_factor(optimizer: str | MakeOptimizer, graph: Graph | None = None)
     optimizer_made.step()
     held = sum(
         tensor.numel() * tensor.element_size()
-        for state in optimizer_made.state.values()
-        for tensor in state.values()
+        for tensor in tensors_in([*optimizer_made.state.values()])
         # A step counter does not grow with the parameter.
-        if isinstance(tensor, Tensor) and tensor.numel() > 1
+        if tensor.numel() > 1
     )
     return held / sum(p.numel() * p.element_size() for p in named.values())

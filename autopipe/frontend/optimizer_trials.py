@@ -137,7 +137,9 @@ def _numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[Any, Any],
     for kept in vars(optimizer).values():
         if isinstance(kept, torch.optim.Optimizer):
             yield from _numbers(kept)
-    for holder in (vars(optimizer), *optimizer.param_groups, *optimizer.state.values()):
+    states: dict[Any, Any] = optimizer.state  # it may have a number for a key of its own
+    named = (state for state in states.values() if isinstance(state, dict))
+    for holder in (vars(optimizer), *optimizer.param_groups, states, *named):
         for key, value in holder.items():
             single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
             if single or (isinstance(value, int | float) and not isinstance(value, bool)):

@@ -86,6 +86,7 @@ def _trained(content: Content) -> tuple[list[Written], dict[str, Any]]:
     training: dict[str, Any] = {}
     if content.optimizer is not None:
         _check_wrapped(content.optimizer)
+        _check_named(content.optimizer, content.named)
         found = content.optimizer, content.named, content.own
         states = optimizer_state.tensors(*found)
         training["optimizer"] = optimizer_state.values(*found)
@@ -118,6 +119,22 @@ def _check_wrapped(optimizer: Optimizer) -> None:
                 f"{kind}.state_dict() has {more[0]!r}, and a checkpoint has what is in `state` and "
                 "`param_groups` alone",
                 hint="keep it in self.state[parameter], or as an attribute that is a number",
+            )
+
+
+def _check_named(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+    """Refuse an optimizer that keeps something for a parameter under no name.
+
+    Raises:
+        CheckpointError: names the parameter.
+    """
+    for name, parameter in named.items():
+        found: Any = optimizer.state.get(parameter, {})
+        if not isinstance(found, Mapping):
+            raise CheckpointError(
+                f"{type(optimizer).__name__}.state[{name!r}] is a {type(found).__name__}, and a "
+                "checkpoint has the states of a parameter by name",
+                hint="self.state[parameter]['name'] = ...; or train without --checkpoints",
             )
 
 

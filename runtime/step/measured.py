@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autopipe.ir.partition import Stage
+from autopipe.ir.tensors import tensors_in
 from autopipe.planfile.parts import Memory, StagePrediction
 from autopipe.runtime.step.executor import Executor
 from autopipe.runtime.step.memory_meter import Meter
@@ -90,16 +91,14 @@ def _memory(
     return Memory(
         parameters=_bytes(shards[n] if n in sharded else read[n] for n in parameters),
         gradients=sum(gradient(n) for n in trained),
-        optimizer=sum(_state_bytes(state_of[shards[n]]) for n in trained if shards[n] in state_of),
+        optimizer=_bytes(
+            tensors_in([state_of[shards[n]] for n in trained if shards[n] in state_of])
+        ),
         buffers=_bytes(states[n] for n in names if specs[n].kind != "parameter"),
         activations=activations,
         transfers=transfers,
         copies=copies,
     )
-
-
-def _state_bytes(state: dict[str, object]) -> int:
-    return _bytes(tensor for tensor in state.values() if isinstance(tensor, Tensor))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -25,6 +25,21 @@ from autopipe.frontend.optimizer import MakeOptimizer, without_names
 from tests.support.optimizers import Lamb, Langevin, Together
 
 
+class Keeping(torch.optim.SGD):
+    """SGD that keeps something of each parameter, and a number of no parameter."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], kept: Callable[[Any], Any]) -> None:
+        super().__init__(parameters)
+        self.kept = kept
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # SGD's has overloads
+        states: Any = self.state
+        for p in self.param_groups[0]["params"]:
+            states.setdefault(p, self.kept(p))
+        states["steps"] = states.get("steps", 0) + 1
+        super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("make", "factor"),
     [
@@ -33,12 +48,15 @@ from tests.support.optimizers import Lamb, Langevin, Together
         (lambda parameters: torch.optim.SGD(parameters, momentum=0.9), 1.0),
         (lambda parameters: torch.optim.Adam(parameters, amsgrad=True), 3.0),
         (torch.optim.Adagrad, 1.0),
+        (lambda parameters: Keeping(parameters, torch.zeros_like), 1.0),
+        (lambda parameters: Keeping(parameters, lambda p: {"two": [p.detach() + 0] * 2}), 2.0),
     ],
 )
 def test_optimizer_factor(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], factor: float
 ) -> None:
-    """Adam keeps two moments of a parameter, momentum one; the step's number is not counted."""
+    """Adam keeps two moments of a parameter, momentum one; the step's number is not counted. Bug: a
+    state under no name, or of no parameter, ended in an AttributeError."""
     assert optimizer_factor(make) == factor
 
 
@@ -80,6 +98,7 @@ def by_layer(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer
         (lambda p: Clipped(p, lambda every: nn.utils.clip_grad_norm_(every, 0.05)), MODEL),
         (lambda p: Clipped(p, each_by_its_norm), TENSOR),
         (lambda p: Clipped(p, lambda every: nn.utils.clip_grad_value_(every, 0.05)), ELEMENT),
+        (lambda p: Keeping(p, torch.zeros_like), ELEMENT),
     ],
 )
 def test_what_an_optimizer_changes_apart(make: MakeOptimizer, expected: str) -> None:

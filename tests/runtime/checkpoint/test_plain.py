@@ -192,6 +192,19 @@ def test_a_state_of_no_parameter_goes_on(tmp_path: Any) -> None:
     assert {s["kept"][0].item() for key, s in states.items() if key != "clock"} == {3.0}
 
 
+def test_a_state_under_no_name_is_refused(tmp_path: Any) -> None:
+    """Bug: `AttributeError: 'Tensor' object has no attribute 'items'`. torch's own state_dict has
+    such a state."""
+    pipe = piped(MODEL, planned(MODEL, 1, 1, 2))
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    states: Any = optimizer.state
+    name, parameter = next(iter(pipe.named_parameters()))
+    states[parameter] = torch.zeros_like(parameter)
+    pipe.step(drawn(MODEL, 4, 0))
+    with pytest.raises(CheckpointError, match=rf"SGD.state\['{name}'\] is a Tensor, and a check"):
+        pipe.save(tmp_path / "kept", optimizer)
+
+
 class Wrapping(torch.optim.Optimizer):
     """It has another one make its steps, whose state it shares or not."""
 
