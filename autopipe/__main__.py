@@ -13,8 +13,11 @@ def main() -> None:
     if hashes_at_random() and sys.executable:  # begin again, as every rank does
         again = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, again, {**os.environ, HASHES: "0"})
-    from autopipe import cli
-    from autopipe.util import gc_pause
+    try:
+        from autopipe import cli
+        from autopipe.util import gc_pause
+    except KeyboardInterrupt:  # as a command that has begun ends by it
+        sys.exit(130)
 
     gc_pause.in_a_program()
     try:

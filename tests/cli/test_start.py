@@ -10,6 +10,20 @@ import pytest
 
 from tests.support.shell import ROOT, Shell, python, ranks
 
+
+def test_a_ctrl_c_before_there_is_a_command(tmp_path: Path) -> None:
+    """Bug: whoever pressed it in the first half second saw where Python was just then."""
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")  # pressed while it is imported
+    done = subprocess.run(
+        [sys.executable, "-m", "autopipe", "--version"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 # --- what is not loaded
 
 SLOW = ("torch", "transformers", "scipy", "sympy", "pandas")
