@@ -78,7 +78,9 @@ def world_from(
     if "RANK" in environ:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         rank, size, local_rank, local_size, node = (_number(environ, name) for name in names)
-        address, port = _value(environ, "MASTER_ADDR"), _number(environ, "MASTER_PORT")
+        address, port = _value(environ, "MASTER_ADDR"), _port(environ)
+        if not address:
+            raise LaunchError("MASTER_ADDR is '' in the environment, expected rank 0's host")
         return World(rank, size, local_rank, local_size, node, address, port)
     step = environ.get("SLURM_STEP_ID", "")
     if step.isdecimal() and int(step) < _SPECIAL_STEP and "SLURM_PROCID" in environ:
@@ -92,7 +94,7 @@ def world_from(
         # start before may still be taken.
         again = int(environ.get("SLURM_RESTART_COUNT") or 0)
         own = 10000 + (16 * job + int(step) + 4099 * again) % 20000
-        port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else own
+        port = _port(environ) if "MASTER_PORT" in environ else own
         return World(rank, size, local_rank, local_size, node, address, port)
     return None
 
@@ -117,6 +119,13 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if not _value(environ, name).isdecimal():
         raise LaunchError(f"{name} is {environ[name]!r} in the environment, expected a number")
     return int(environ[name])
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = _number(environ, "MASTER_PORT")
+    if not 0 < port < 2**16:
+        raise LaunchError(f"MASTER_PORT is {port} in the environment, expected 1 to 65535")
+    return port
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -115,6 +115,20 @@ def test_a_rank_that_is_no_number() -> None:
         world_from({**TORCHRUN, "RANK": "zero"})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("MASTER_PORT", "70000", "MASTER_PORT is 70000 in the environment, expected 1 to 65535"),
+        ("MASTER_PORT", "0", "MASTER_PORT is 0 in the environment, expected 1 to 65535"),
+        ("MASTER_ADDR", "", "MASTER_ADDR is '' in the environment, expected rank 0's host"),
+    ],
+)
+def test_a_place_where_nobody_listens(name: str, value: str, expected: str) -> None:
+    """Bug: torch's own TypeError for the first; the last waited five minutes for the name ''."""
+    with pytest.raises(LaunchError, match=expected):
+        world_from({**TORCHRUN, name: value})
+
+
 def test_tasks_per_node() -> None:
     assert tasks_per_node("4") == [4]
     assert tasks_per_node("2(x2),1") == [2, 2, 1]
