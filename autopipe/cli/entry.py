@@ -104,6 +104,7 @@ def _call(
     console.forget()
     console.replace_what_cannot_be_printed()
     try:
+        usage.check_words(next((f"{name} {w}" for w in argv if w in FUNCTIONS), name), argv)
         code = command(args=list(argv), prog_name=name, standalone_mode=False)
     except (AutopipeError, usage.UsageError) as error:
         _end(_mistake(error, name, argv, function))

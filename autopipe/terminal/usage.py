@@ -25,6 +25,27 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 _KINDS = {int: "a whole number", float: "a number", Path: "a path", str: "a word"}
 
 
+def check_words(name: str, argv: Sequence[str]) -> None:
+    """Refuse an empty word, which would be the current folder where a path is expected.
+
+    Args:
+        name: the command's: `autopipe`.
+        argv: the command line.
+
+    Raises:
+        AutopipeError: names the option that it stands behind.
+    """
+    for word, before in zip(argv, ["", *argv], strict=False):
+        option, mark, value = word.partition("=")
+        if word and not (word.startswith("--") and mark and not value):
+            continue
+        place = before if before.startswith("-") and not word else option
+        what = f"{place}: expected a value, found ''" if place else "one of the arguments is ''"
+        raise AutopipeError(
+            what, hint=f"is a variable on the command line unset? `{name} --help` lists all options"
+        )
+
+
 def sentence(
     error: Any, name: str, argv: Sequence[str], function: Callable[..., None] | None, example: str
 ) -> AutopipeError:

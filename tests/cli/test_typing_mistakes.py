@@ -35,6 +35,23 @@ def test_what_the_parser_refuses(arguments: str, sentence: str, autopipe: Shell)
 
 
 @pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "p.json", "--checkpoints", ""], "--checkpoints: expected a value, found ''"),
+        (["run", "p.json", "--checkpoints="], "--checkpoints: expected a value, found ''"),
+        (["run", "", "--local", "2"], "one of the arguments is ''"),
+    ],
+)
+def test_a_variable_that_is_unset(arguments: list[str], sentence: str, autopipe: Shell) -> None:
+    """Bug: `--checkpoints "$FOLDER"` saved into the current folder, and `--save "$FILE"` ended in
+    `ValueError: PosixPath('.') has an empty name`."""
+    assert autopipe(*arguments).error == (
+        f"{sentence}\n\nhint: is a variable on the command line unset? `autopipe run --help` lists "
+        "all options"
+    )
+
+
+@pytest.mark.parametrize(
     ("arguments", "error"),
     [
         (
