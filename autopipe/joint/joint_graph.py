@@ -12,6 +12,7 @@ part of the backward. Random ops still draw from the streams of `stages.rng`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -294,9 +295,9 @@ class _Step(nn.Module):
 
 
 def is_of_state(graph: JointGraph, node: fx.Node) -> bool:
-    """Whether a node is a state, a copy of one or a view of one: readable at any time."""
+    """Whether a node is a state, a copy of one or view (of several): readable at any time."""
     while node not in graph.states and node not in graph.copies:
-        if not views(node.target) or writes(node.target):
+        if node.target is not operator.getitem and (not views(node.target) or writes(node.target)):
             return False
         node = node.all_input_nodes[0]
     return True
@@ -337,8 +338,7 @@ def _drawing(nodes: list[fx.Node]) -> list[fx.Node]:
     """Make each random call draw from the stream of the graph node it was traced for."""
     seen: set[str] = set()
     for node in nodes:
-        name = node.meta.get(DRAWN)
-        tags = getattr(node.target, "tags", ())
+        name, tags = node.meta.get(DRAWN), getattr(node.target, "tags", ())
         if name is None or torch.Tag.nondeterministic_seeded not in tags:
             continue
         if name in seen:

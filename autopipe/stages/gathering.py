@@ -175,15 +175,19 @@ def with_gathers(
     """
     calls: dict[int, list[GatherEvent]] = defaultdict(list)
     memory = _memory(module, parameters)
-    for event in events(_stays(module.graph, units, memory)):
+    staying = _stays(module.graph, units, memory)
+    for event in events(staying):
         calls[event.part].append(event)
     if not calls:
         return module
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, env, copies = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
+    copied = _copied_before(module.graph, units, memory, staying)
     setattr(module, _GATHERING, gathering)
     stage = graph.get_attr(_GATHERING)
 
     def call(part: int) -> None:
+        for given in copied[part]:
+            copies[given] = graph.call_function(torch.ops.aten.clone.default, (env[given],))
         for event in calls[part]:
             graph.call_function(event.call, (stage, event.unit))
 
@@ -193,12 +197,23 @@ def with_gathers(
         if node in starts:
             call(starts[node])
         if node.op == "output":
-            for given in node.all_input_nodes:
-                if memory.owners[given]:
-                    env[given] = graph.call_function(torch.ops.aten.clone.default, (env[given],))
             call(len(parts))
+            env |= copies
         env[node] = graph.node_copy(node, env.__getitem__)
     return fx.GraphModule(module, graph, type(module).__name__)
+
+
+def _copied_before(
+    graph: fx.Graph, units: Sequence[Unit], memory: _Memory, staying: Sequence[Stay]
+) -> Mapping[int, list[fx.Node]]:
+    """The results in parameters' memory, by the part before which each is copied: the first one
+    without a unit that it may lie in. Whoever writes into a result has done so by then."""
+    last = {name: stay.last for stay in staying for name in units[stay.unit]}
+    found: dict[int, list[fx.Node]] = defaultdict(list)
+    for given in graph.output_node().all_input_nodes:
+        if memory.owners[given]:
+            found[1 + min(last[name] for name in memory.owners[given])].append(given)
+    return found
 
 
 _GATHERING = "autopipe_gathering"
@@ -217,10 +232,14 @@ def _block_of(node: fx.Node) -> object:
 
 
 def _readers(graph: fx.Graph, memory: _Memory) -> dict[str, set[int]]:
-    """The numbers of the parts that read each parameter."""
+    """The numbers of the parts that read each parameter. One that is a result is read last."""
     found: dict[str, set[int]] = defaultdict(set)
+    number = 0
     for number, part in enumerate(_parts(graph)):
         for name in _union(memory.reads[node] for node in part):
+            found[name].add(number)
+    for given in graph.output_node().all_input_nodes:
+        for name in memory.owners[given] if given.op == "get_attr" else ():
             found[name].add(number)
     return found
 

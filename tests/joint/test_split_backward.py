@@ -118,6 +118,19 @@ def test_views_of_one_storage_are_counted_once():
     assert joint_of(halves).kept == 48
 
 
+def test_a_part_of_a_parameter_is_no_value_that_forward_keeps():
+    """Backward takes it from the parameter again, as nn.MultiheadAttention's three weights in one:
+    under ZeRO-3 nothing that lies in a gathered parameter may be kept."""
+
+    def halves(m, x):
+        first, second = m.linear.weight.split([2, 2])
+        return torch.cat([x @ first.t(), x @ second.t()], 1)
+
+    joint = joint_of(halves)
+    assert lines(joint.forward)[-1] == "return (cat, x0)"
+    assert ops(joint.backward_input).count("split_with_sizes") == 1
+
+
 def test_a_first_stage_does_all_of_its_backward_for_the_weights():
     """Nobody waits for its arguments' gradients: the first half only hands over."""
     joint = joint_of(lambda m, x: torch.tanh(m.linear(x)), gradient=False)

@@ -27,6 +27,7 @@ from autopipe.stages.gathering import (
     with_gathers,
 )
 from autopipe.stages.lower import lower
+from autopipe.stages.op_tape import SEGMENT
 from autopipe.stages.precision import arithmetic, computing
 from autopipe.stages.rng import stream
 from tests.support.staged import micro_batches, traced
@@ -225,3 +226,38 @@ def test_a_result_in_a_parameters_memory_is_a_copy() -> None:
     assert [x.tolist() for x in found] == [[2, 2, 2], [1, 1, 1]]
     calls = [node.target for node in with_gathers(module, units, parameters, keeper).graph.nodes]
     assert [c for c in calls if c in (begin, ready, let_go)] == [begin, ready, let_go]
+
+
+class Parted(nn.Module):
+    """Two blocks. Results are the second half of a table that is read before them, and the first
+    block's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(4.0))
+        self.first, self.second = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        halves = torch.ops.aten.split.Tensor(self.table, 2)
+        x = torch.ops.aten.mul.Tensor(x, halves[0])
+        half = halves[1]
+        x = torch.ops.aten.mm.default(x, self.first)
+        return torch.ops.aten.mm.default(x, self.second), half, self.first
+
+
+def test_a_result_in_a_parameters_memory_is_copied_while_that_is_whole() -> None:
+    """Bug: it was copied at the end, when the memory was free: ranks died of signal 11."""
+    module = torch.fx.symbolic_trace(Parted())
+    expected = [found.detach().clone() for found in module(torch.ones(1, 2))]
+    blocks = [n for n in module.graph.nodes if n.target is torch.ops.aten.mm.default]
+    for number, node in enumerate(blocks):
+        node.meta[SEGMENT] = str(number)
+    parameters = dict(module.named_parameters())
+    units = units_of(module, parameters)
+    assert units == (("table",), ("first",), ("second",))
+    staying = stays(module, units, parameters)
+    assert staying == [Stay(0, 0, 0), Stay(1, 2, 1), Stay(2, 2, 2)], "a result is read last"
+    keeper = Wiped(units, parameters)
+    found = with_gathers(module, units, parameters, keeper)(torch.ones(1, 2))
+    assert not keeper.whole
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
