@@ -28,7 +28,7 @@ from autopipe.batch.tree import flatten
 from autopipe.checking.random_ops import RandomNodes, Unmatched, drawing
 from autopipe.checking.subject import SEED
 from autopipe.eager.assigned_buffers import buffers_of, put
-from autopipe.eager.holders import holders_of, tensors_of
+from autopipe.eager.holders import holders_of, modules_among, tensors_of
 from autopipe.errors import ModelError
 from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
@@ -50,6 +50,9 @@ class WholeStep:
     gradients: dict[str, Tensor]
     norm: Tensor
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+_OF_LOSS = "of the loss: "  # what the names of its buffers begin with
 
 
 def built(file: ModelFile) -> nn.Module:
@@ -100,6 +103,7 @@ class Unsplit:
         self._nodes: RandomNodes | None = None
         self.frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
         self._kept_tensors = _kept_tensors(self.model, file)
+        self._of_loss = nn.ModuleList(modules_among([] if file.loss is None else [file.loss]))
         self._of_replicas = [
             self._snapshot()
         ] * plan.mesh.dp  # never written: a replica gets copies
@@ -170,14 +174,18 @@ class Unsplit:
         return self._finish(total, results, weights, scale)
 
     def _snapshot(self) -> dict[str, Tensor]:
-        """Copies of the tensors that forward may write."""
-        return _cloned({**buffers_of(self.model), **self.frozen, **self._kept_tensors})
+        """Copies of the tensors that forward and the loss may write."""
+        of_loss = {f"{_OF_LOSS}{n}": buffer for n, buffer in buffers_of(self._of_loss).items()}
+        return _cloned({**buffers_of(self.model), **of_loss, **self.frozen, **self._kept_tensors})
 
     @torch.no_grad()
     def _restore(self, states: Mapping[str, Tensor]) -> None:
         """Put such copies back into the model."""
         kept = {**self.frozen, **self._kept_tensors}
-        put(self.model, _cloned({n: s for n, s in states.items() if n not in kept}))
+        buffers = _cloned({n: s for n, s in states.items() if n not in kept})
+        of_loss = {n: buffers.pop(n) for n in [*buffers] if n.startswith(_OF_LOSS)}
+        put(self._of_loss, {n.removeprefix(_OF_LOSS): s for n, s in of_loss.items()})
+        put(self.model, buffers)
         for name, tensor in kept.items():
             if not torch.equal(tensor, states[name]):  # one that is expanded cannot be written
                 tensor.copy_(states[name])

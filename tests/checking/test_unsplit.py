@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -134,6 +135,63 @@ def test_replicas_and_references_have_their_own_tensors_that_are_no_buffers() ->
     for rows in (batch["x"][:2], batch["x"][2:4]):
         total += alone(model(rows), {}).detach() / 2
     assert [float(step.loss) for step in found] == [float(total)] * 2
+
+
+class CentredLoss(nn.Module):
+    """DINO's kind: its buffers follow the outputs, one by assignment, one in place."""
+
+    centre: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, outputs: Tensor, batch: Any) -> Tensor:
+        found = (self.scale.clone() * (outputs - self.centre)).square().mean()
+        self.centre = 0.5 * self.centre + 0.5 * outputs.detach().mean(0)
+        with torch.no_grad():
+            self.scale.lerp_(outputs.square().mean(), 0.5)
+        return found
+
+
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.up(x)
+
+
+def test_each_replica_has_its_own_buffers_of_the_loss() -> None:
+    """Bug: a right plan of a loss with a centre differed at --dp 2: the second replica went on
+    from the buffers that the first one had left."""
+    loss, count = CentredLoss(), 2
+    file = ModelFile("net.py", Up, rows_of, loss, None, None, None, None)
+    plan = make_plan.plan(
+        Up,
+        rows_of,
+        loss=loss,
+        loss_over="micro-batch",
+        cluster=machine(2),
+        batch_size=8,
+        dp=2,
+        micro_batches=count,
+    )
+    steps = [rows_of(8) for _ in range(2)]
+    unsplit = Unsplit(file, plan, RandomNodes, None)
+    found = [float(unsplit.step(batch, 1.0).loss) for batch in steps]
+    replicas = [CentredLoss(), CentredLoss()]
+    for batch, step in zip(steps, found, strict=True):
+        of_replicas = batch["x"].chunk(2)
+        losses = [
+            float(alone(unsplit.model(rows), {}).detach()) / 4
+            for alone, own in zip(replicas, of_replicas, strict=True)
+            for rows in own.chunk(count)
+        ]
+        assert step == pytest.approx(sum(losses), rel=1e-6)
 
 
 class Half(nn.Module):
