@@ -246,13 +246,13 @@ def _ctc_keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _ctc_gradient(ctx: Any, gradient: Tensor | None, _: Any) -> Any:
-    if gradient is None:
-        return (None,) * 6
-    found = ctc_backward(gradient, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
-    return found, None, None, None, None, None
+    rest = (*ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
+    return None if gradient is None else ctc_backward(gradient, *rest), *(None,) * 5
 
 
 ctc.register_autograd(_ctc_gradient, setup_context=_ctc_keep)
+for _device in ("cpu", "cuda"):  # its kernels have no 16 bits, and torch's autocast casts it too
+    ctc.register_autocast(_device, torch.float32)
 
 
 def ctc_loss(
@@ -269,8 +269,7 @@ def ctc_loss(
     if zero_infinity:
         losses = torch.where(losses == torch.inf, torch.zeros_like(losses), losses)
     if reduction == "mean":
-        lengths: Tensor = target_lengths.clamp_min(1)
-        return (losses / lengths).mean()
+        losses = (losses / target_lengths.clamp_min(1)).mean()
     return losses.sum() if reduction == "sum" else losses
 
 

@@ -48,6 +48,22 @@ def test_it_is_torchs_to_the_bit(reduction):
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_it_is_of_fp32_as_torchs(dtype):
+    """Bug: a plan in bf16-autocast ended in its first step: "not implemented for 'BFloat16'"."""
+    logits, *rest = example()
+
+    def with_(function):
+        def under_autocast(x):
+            with torch.autocast("cpu", dtype):
+                return function(x.log_softmax(-1), *rest, zero_infinity=True)
+
+        return under_autocast
+
+    for mine, theirs in both(with_(opaque_ops.ctc_loss), with_(F.ctc_loss), logits.to(dtype)):
+        assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype
+
+
 def test_labels_that_do_not_count_may_stand_anywhere():
     """transformers selects those that count by a mask; here they are moved to the front."""
     logits = example()[0].transpose(0, 1).contiguous()
