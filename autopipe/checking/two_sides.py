@@ -108,12 +108,18 @@ class TwoSides:
             Unrepeatable: tensor-parallel ranks may draw for their parts; and where the loss is over
                 the whole batch, the unsplit model has no micro-batches to draw for.
             Unmatched: as `Unsplit.step`.
+            ModelError: the unsplit model fails; has the user's line.
         """
         plan = self.case.plan
         if plan.mesh.tp > 1 or plan.loss_over == BATCH:
             with phase("looking for random numbers"), self._as_planned():
                 unsplit = Unsplit(self.case.file, plan, self._nodes, None)
-                unsplit.step(batch, 1.0)
+                try:
+                    unsplit.step(batch, 1.0)
+                except (AutopipeError, Unmatched, Unrepeatable):
+                    raise
+                except Exception as error:  # whatever the user's model raises
+                    raise fails_by_itself(error) from error
             if unsplit.draws:
                 raise Unrepeatable
 

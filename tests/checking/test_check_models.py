@@ -340,3 +340,39 @@ def test_layers_that_random_numbers_leave_out(autopipe: Shell, tmp_path: Path, k
     said = autopipe("check", "model.py", "--pp", "2", "--micro-batches", "2", "--batch", "8")
     assert said.code == 0 and "the same: " in said.out, said.err
     assert "dropout is off" not in said.out + said.err
+
+
+QUEUE = """
+import torch
+from torch import nn
+
+class Queue(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("kept", torch.zeros(8, 8))
+
+    def forward(self, x):
+        y = self.down(self.up(x).relu())
+        self.kept[torch.arange(len(x))] = y.detach()
+        return y.square().mean()
+
+def model():
+    return Queue()
+
+def inputs(rows):
+    return {"x": torch.randn(rows, 8)}
+
+loss_over = "micro-batch"
+"""
+
+
+@pytest.mark.long
+def test_a_model_that_fails_by_itself_is_told_with_its_line(autopipe: Shell) -> None:
+    """Bug: under tensor parallelism torch's words came without the line: under autocast the rows
+    are of bf16, and the queue is of fp32."""
+    autopipe.write("queued.py", QUEUE)
+    said = autopipe("check", "queued.py", "--tp", "2", "--precision", "bf16-autocast")
+    assert said.code == 2
+    assert "queued.py:13 `self.kept[torch.arange(len(x))] = y.detach()`" in said.err
+    assert "hint: cast what" in said.err
