@@ -24,6 +24,7 @@ from autopipe.eager.holders import Holder, Part, holders_of, modules_among
 from autopipe.frontend.loss import used_by
 from autopipe.frontend.user_lines import codes_in
 from autopipe.ir.torch_private import version
+from autopipe.runtime.script.copied import Sight, look_at_any
 
 _GONE = object()
 
@@ -37,10 +38,15 @@ class MovedValue:
     Attributes:
         name: how the user finds it.
         model: the model, kept in the user's file, that has the value; None: no such model has it.
+        hint: what to do instead.
     """
 
     name: str
     model: nn.Module | None
+    hint: str = (
+        "give what changes from step to step in the batch, as a tensor of no dims: "
+        '{"x": x, "beta": torch.tensor(0.5)}; or count in a buffer that forward writes'
+    )
 
 
 class Between:
@@ -53,27 +59,31 @@ class Between:
     Args:
         built: whether the model was built for the run, so that one of its class which a file keeps
             may be meant. A script's own module is itself, and others are others.
+
+    Attributes:
+        names: all that occur in code that the model or its loss may run.
+        watched: the model, and others that the user's files keep, each with whether it is one.
     """
 
     def __init__(self, model: nn.Module, *parts: Part, built: bool = True) -> None:
-        read = _read_by((model, *parts))
+        self.names = read = _read_by((model, *parts))
         self._places = [_Place(holder, read, None) for holder in holders_of(model, *parts)]
         self._parts = parts
         kept_models = _kept_models(model, self._places) if built else []
         for kept in kept_models:
             self._places += [_Place(holder, read, kept) for holder in _own_holders(kept)]
-        self._models = [(model, False), *((kept, True) for kept in kept_models)]
+        self.watched = [(model, False), *((kept, True) for kept in kept_models)]
         self._buffers = self._buffers_now()
 
     @property
     def models(self) -> list[nn.Module]:
         """The model, and others that the user's files keep."""
-        return [model for model, _ in self._models]
+        return [model for model, _ in self.watched]
 
     @property
     def others(self) -> list[nn.Module]:
         """Modules beside the model that the user's files keep, or that the loss uses."""
-        own = set(self._models[0][0].modules())
+        own = set(self.watched[0][0].modules())
         kept = (value for place in self._places for value in list(place.holder.entries.values()))
         found = [*modules_among(self._parts), *(one for one in kept if isinstance(one, nn.Module))]
         return [module for module in dict.fromkeys(found) if module not in own]
@@ -88,7 +98,7 @@ class Between:
         before, self._buffers = self._buffers, self._buffers_now()
         return [
             MovedValue(name, model if kept else None)
-            for (model, kept), old, new in zip(self._models, before, self._buffers, strict=True)
+            for (model, kept), old, new in zip(self.watched, before, self._buffers, strict=True)
             for name in new
             if not _as_before(name, old, new)
         ]
@@ -100,7 +110,7 @@ class Between:
                 name: (buffer, version(buffer) if kept else 0)
                 for name, buffer in model.named_buffers(remove_duplicate=False)
             }
-            for model, kept in self._models
+            for model, kept in self.watched
         ]
 
 
@@ -138,16 +148,18 @@ class _Place:
         entries = self.holder.entries
         self._length = len(entries)
         self._seen = [
-            (key, value, version(value) if isinstance(value, Tensor) else None)
+            (key, value, look_at_any(value) if isinstance(value, Tensor) else None)
             for key, value in list(entries.items())
             if (self._read is None or key in self._read) and key not in INTERNAL
         ]
 
 
-def _same(value: Any, seen: Any, at: int | None) -> bool:
-    """Whether a value is the one seen before; for a tensor, also not written since."""
+def _same(value: Any, seen: Any, at: Sight | None) -> bool:
+    """Whether a value is the one seen before; of a tensor, whether its elements are."""
+    if isinstance(value, Tensor) and at is not None:
+        return look_at_any(value).alike(at)
     if value is seen:
-        return at is None or version(value) == at
+        return True
     return frozen(value, deep=False) == frozen(seen, deep=False)
 
 
@@ -178,7 +190,7 @@ def _read_by(parts: Sequence[Part]) -> frozenset[str]:
         for name in (*code.co_names, *code.co_freevars, *code.co_consts)
         if isinstance(name, str)
     )
-    return frozenset(texts)
+    return frozenset(("forward", *texts))  # which torch calls
 
 
 def _functions(values: Iterable[Any]) -> list[FunctionType]:

@@ -46,9 +46,28 @@ class Sight:
             return self.tensor is before.tensor
         if self.some is None or before.some is None:
             return True
-        if not torch.equal(self.some.view(torch.uint8), before.some.view(torch.uint8)):
+        return self._equals(before) and (self.written == before.written or self._whole())
+
+    def alike(self, before: Sight) -> bool:
+        """Whether it is the `same`, or another tensor that has the same elements, of few."""
+        one, other = self.tensor, before.tensor
+        if one is None or other is None or one is other:
+            return self.same(before)
+        if (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape):
             return False
-        return self.written == before.written or self.some.numel() == self.tensor.numel()
+        return self._equals(before) and self._whole()
+
+    def _equals(self, before: Sight) -> bool:
+        """Whether the elements are, bit by bit: NaN is itself."""
+        if self.some is None or before.some is None:
+            return False
+        return torch.equal(self.some.view(torch.uint8), before.some.view(torch.uint8))
+
+    def _whole(self) -> bool:
+        """Whether all elements were looked at."""
+        if self.some is None or self.tensor is None:
+            return False
+        return self.some.numel() == self.tensor.numel()
 
     def unwritten_since(self, before: Sight) -> bool:
         """Whether it is the `same`, and nothing has written it, not even the values that it had."""
@@ -72,12 +91,14 @@ class Copied:
         ]
         self._looks = self._now()
 
-    def written(self) -> str | None:
-        """The name of the first tensor that was written, or replaced by another one, since the last
-        call of this, or since this object was made; None: there is none."""
+    def written(self) -> tuple[str, bool] | None:
+        """The first tensor that was written, or replaced by another one, since the last call of
+        this, or since this object was made: its name, and whether this rank reads a copy of it;
+        None: there is none."""
         before, self._looks = self._looks, self._now()
         pairs = zip(self._places, before, self._looks, strict=True)
-        return next((place.name for place, old, new in pairs if not new.same(old)), None)
+        changed = (place for place, old, new in pairs if not new.same(old))
+        return next(((place.name, place.copied) for place in changed), None)
 
     def _now(self) -> list[Sight]:
         found = present((place.model, place.name) for place in self._places)
@@ -120,6 +141,15 @@ def _look(tensor: Tensor | None, place: _Weight) -> Sight:
 def look_at(tensor: Tensor) -> Sight:
     """The tensor, the number of writes to it, and some of its elements."""
     return Sight(tensor, version(tensor), some_of(tensor, LOOKED_AT).clone())
+
+
+def look_at_any(tensor: Tensor) -> Sight:
+    """The same of a tensor of any kind: of one without a memory of its own, which one it is."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    if not plain or is_fake(tensor) or tensor.is_meta or tensor.is_quantized:
+        return Sight(tensor)
+    written = 0 if tensor.is_inference() else version(tensor)
+    return Sight(tensor, written, some_of(tensor, LOOKED_AT).clone())
 
 
 def some_of(tensor: Tensor, count: int) -> Tensor:

@@ -1,15 +1,20 @@
-"""Take a state dict that a script gives: each rank its own part, or no rank anything.
+"""State dicts between a script and a rank: it takes its own part of one, and gives its part.
 
     pipe.load_state_dict(model.state_dict())    whole tensors: a rank copies its rows of them
     pipe.load_state_dict(pipe.state_dict())     under ZeRO-3 DTensors, of which it has these rows
+    torch.save(pipe.state_dict(), "model.pt")   a stage of two, or rows: it warns
 
-A name, a shape or a value that does not fit on one rank is refused on all of them.
+A name, a shape or a value that does not fit on one rank is refused on all of them. Plain PyTorch
+would have written the whole model; the file has a mark, by which `pipe.load_state_dict` tells whose
+part it is.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -23,10 +28,13 @@ from autopipe.planfile.parts import Place
 from autopipe.planfile.placements import OwnRows
 from autopipe.runtime.checkpoint.layout import BESIDE, OwnTensor
 from autopipe.runtime.parameters.model_states import ModelStates, in_state_dict
-from autopipe.runtime.script.part_of_states import told_of
 
 _IN_FRONT = ("module.", "_orig_mod.", "model.")
 """What wrappers put in front of a model's names."""
+
+
+MARK = "autopipe: a part of a model"
+"""In the state dict's `_metadata`, where torch keeps versions of modules, before this sentence."""
 
 
 class PassedOver(NamedTuple):
@@ -210,3 +218,58 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def _named(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]!r}{more}"
+
+
+class PartOfStates(OrderedDict[str, Tensor]):
+    """What one rank has of a model's state dict. Pickled, it warns, and becomes an OrderedDict.
+
+    Args:
+        told: which rank's, and how much it is, in words.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], told: str) -> None:
+        super().__init__(tensors)
+        self.told = told
+        self._metadata = {"": {MARK: told}}
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """How it is pickled, as `torch.save` does."""
+        warnings.warn(
+            f"what pipe.state_dict() gives is this rank's part of the model, and is written as "
+            f"such: {self.told}. pipe.save('model.safetensors'), which every rank calls, writes "
+            "the whole model",
+            stacklevel=2,
+        )
+        return OrderedDict, (), {"_metadata": self._metadata}, None, iter([*self.items()])
+
+    def copy(self) -> Self:
+        """The same tensors in another dict."""
+        return type(self)(self, self.told)
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)({name: one.clone() for name, one in self.items()}, self.told)
+
+
+def told_to_have(own: Mapping[str, Tensor], of: int, rank: int, ranks: int) -> str | None:
+    """How much of a model's state dict a rank has, in words; None: all of it.
+
+    Args:
+        own: what it has; of a DTensor it has some rows.
+        of: the number of the model's tensors.
+    """
+    rows = sum(isinstance(tensor, DTensor) for tensor in own.values())
+    if len(own) == of and not rows:
+        return None
+    found = f"rank {rank} of {ranks} has {len(own)} of the model's {of} tensors"
+    return f"{found}, and of {rows} of them some rows alone" if rows else found
+
+
+def told_of(given: object) -> str | None:
+    """Whose part a state dict is, in words; None: it has no mark."""
+    metadata = getattr(given, "_metadata", None)
+    own = metadata.get("") if isinstance(metadata, Mapping) else None
+    told = own.get(MARK) if isinstance(own, Mapping) else None
+    return told if isinstance(told, str) else None

@@ -7,6 +7,7 @@ Another trace shows whether the value is in the graph.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,9 +28,14 @@ from autopipe.runtime.script.gradient_hooks import GradientHooks
 from autopipe.runtime.script.lent import Lent
 from autopipe.runtime.script.moved_frozen import MovedFrozen
 from autopipe.runtime.script.stale import Stale
+from autopipe.runtime.script.switched import Switched
 from autopipe.runtime.script.updates import Updates
 from autopipe.tracing.source import Source, bare, trace_as_planned
 from autopipe.util import seeding
+from autopipe.util.stopwatch import Stopwatch
+
+SECONDS, SHARE = 5.0, 0.02
+"""Traces to look for changes may take so long, or this share of the run so far."""
 
 
 class Unmoved:
@@ -61,6 +67,7 @@ class Unmoved:
         self._loss, self._plan = loss, plan
         self._looked_at = model if isinstance(model, nn.Module) else skeleton
         self._moves: Counter[str] = Counter()
+        self._watch, self._began = Stopwatch(), time.perf_counter()
         built = not isinstance(model, nn.Module)
         losses = [loss] if loss is not None else []
         self._between = Between(self._looked_at, *losses, built=built)
@@ -72,6 +79,8 @@ class Unmoved:
         self._stale: Stale | None = None
         if isinstance(model, nn.Module) and (plan.parted or copies_of(model, held)):
             self._stale = Stale(model, _left_behind(model, held))
+        # Last: this rank's own hooks are none that a script has set.
+        self._switched = Switched(self._between.watched, modes="training" in self._between.names)
 
     @contextmanager
     def step(self, resumed: bool) -> Iterator[tuple[int, int]]:
@@ -82,7 +91,8 @@ class Unmoved:
                 tensors that forward writes.
 
         Raises:
-            ModelError: a value that the graph contains has changed, a buffer was replaced, a weight
+            ModelError: a value that the graph contains has changed, or a module was switched to
+                evaluation, swapped or hooked; a buffer was replaced, a weight
                 was written of which this rank trains a copy, or a frozen one; or a parameter is
                 trained that was frozen; names it. Or weights that the loss reads of another model
                 were replaced (`Lent.check`). Or an optimizer was made of the module's own
@@ -92,21 +102,24 @@ class Unmoved:
             self._note()
         for moved in self._between.moved_buffers():
             raise _of_buffer(moved)
-        if (name := self._copied.written()) is not None:
-            raise _of_copy(name)
+        if (written := self._copied.written()) is not None:
+            name, copied = written
+            raise _of_copy(name, copied=copied)
         self._frozen.check()
         self._lent.check()
         self._hooks.check()
         self._updates.check()
-        for moved in self._between.moved():
+        self._switched.check()
+        for moved in (*self._switched.moved(), *self._between.moved()):
             self._moves[moved.name] += 1
-            if self._moves[moved.name].bit_count() == 1:  # its 1st, 2nd, 4th ... time: a count that
-                self._check(moved)  # nobody looks at yet would be traced for in every step
+            if self._is_due(self._moves[moved.name]):
+                self._check(moved)
         yield self._updates.since_last_step()
         self._note()
 
     def _note(self) -> None:
         """Take the present values as unchanged."""
+        self._switched.moved()
         self._between.moved()
         self._between.moved_buffers()
         self._copied.written()
@@ -116,16 +129,26 @@ class Unmoved:
             self._stale.note()
 
     def _check(self, moved: MovedValue) -> None:
-        first = self._again(moved.model)
+        with self._watch("traced"):
+            first = self._again(moved.model)
         if first is None:
             return
         raise ModelError(
             f"{moved.name.removeprefix(OF_FILES)!r} is another value than when the model was "
             "traced: batches, a scheduler, an optimizer or a script's loop has changed it, and the "
             f"graph has the old one. First difference: {first}",
-            hint="give what changes from step to step in the batch, as a tensor of no dims: "
-            '{"x": x, "beta": torch.tensor(0.5)}; or count in a buffer that forward writes',
+            hint=moved.hint,
         )
+
+    def _is_due(self, moves: int) -> bool:
+        """Whether to trace for a value that has changed so many times.
+
+        A count that nobody looks at yet would be traced for in every step. So it is traced for at
+        its 1st, 2nd, 4th ... change, and whenever all such traces together have taken little.
+        """
+        so_far = time.perf_counter() - self._began
+        spent = self._watch.seconds["traced"]
+        return moves.bit_count() == 1 or spent < max(SECONDS, SHARE * so_far)
 
     def _again(self, kept: nn.Module | None) -> str | None:
         """The first difference of a new trace's graph from the old one; None: there is none.
@@ -167,8 +190,14 @@ def _of_buffer(moved: MovedValue) -> ModelError:
     )
 
 
-def _of_copy(name: str) -> ModelError:
+def _of_copy(name: str, *, copied: bool) -> ModelError:
     """The error for a weight that something between two steps has changed, and no run reads."""
+    if not copied:
+        return ModelError(
+            f"{name!r} is another tensor than in the step before, and this rank trains the one "
+            "that it was",
+            hint="write it where it is: model.get_parameter(name).data.copy_(value)",
+        )
     return ModelError(
         f"{name!r} was written in the module itself between two steps, and this rank trains a copy "
         "of it: a part, in another dtype, or on another device",

@@ -21,8 +21,7 @@ from autopipe.runtime.checkpoint.plain import fence
 from autopipe.runtime.parameters.gradient_sum import Gradients
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
-from autopipe.runtime.script import part_of_states
-from autopipe.runtime.script.given_states import GivenStates, PassedOver
+from autopipe.runtime.script.given_states import GivenStates, PartOfStates, PassedOver, told_to_have
 from autopipe.runtime.step.prepare import Rank
 from autopipe.runtime.step.same_batch import check_same_call
 from autopipe.util import atomic_file
@@ -80,8 +79,8 @@ class Kept:
         self._gradients.gather()
         own = self._own.state_dict(self._gradients.master)
         of, ranks = self._own.count_in_state_dict(), len(self.plan.mesh.places)
-        told = part_of_states.told(own, of, self.place.rank, ranks)
-        return own if told is None else part_of_states.PartOfStates(own, told)
+        told = told_to_have(own, of, self.place.rank, ranks)
+        return own if told is None else PartOfStates(own, told)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> PassedOver:
         """Copy values into this rank's parameters, their masters and its buffers; every rank calls

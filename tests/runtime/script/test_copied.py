@@ -16,7 +16,7 @@ def test_a_write_is_noticed_once() -> None:
     assert copied.written() is None
     with torch.no_grad():
         model.bias.clamp_(-0.01, 0.01)
-    assert copied.written() == "bias"
+    assert copied.written() == ("bias", True)
     assert copied.written() is None
 
 
@@ -25,7 +25,7 @@ def test_a_write_through_data_shows_in_the_elements() -> None:
     model = nn.Linear(4 * LOOKED_AT, 2)
     copied = Copied([model], copies_of(model))
     model.weight.data.mul_(0.5)
-    assert copied.written() == "weight"
+    assert copied.written() == ("weight", True)
 
 
 def test_what_was_written_back_as_it_was_is_no_change() -> None:
@@ -42,7 +42,7 @@ def test_the_modules_own_weights_may_be_written_and_not_replaced() -> None:
     model.weight.data.zero_()
     assert copied.written() is None
     model.weight = nn.Parameter(torch.ones(4, 4))
-    assert copied.written() == "weight"
+    assert copied.written() == ("weight", False)
 
 
 def test_what_another_rank_has_is_looked_at_there() -> None:

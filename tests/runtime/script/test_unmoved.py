@@ -101,6 +101,72 @@ def test_a_tensor_of_the_file_that_is_written(monkeypatch: pytest.MonkeyPatch) -
         step()
 
 
+@pytest.mark.parametrize("change", ["memory", "elements"])
+def test_a_tensor_of_the_file_that_is_changed_through_data(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Bug: autograd counts no such write, and the graph went on with the old values."""
+    monkeypatch.setitem(globals(), "SCALE", torch.ones(()))
+    step = piped(lambda: built(Scaled))
+    step()
+    if change == "memory":
+        SCALE.data = torch.tensor(0.5)
+    else:
+        SCALE.data.fill_(0.5)
+    with pytest.raises(ModelError, match="test_unmoved.SCALE' is another value"):
+        step()
+
+
+def test_a_tensor_of_the_model_that_is_changed_through_data() -> None:
+    class Masked(Net):
+        def begin(self):
+            self.mask = torch.ones(8)
+
+        def inside(self, hidden):
+            return self.middle(hidden) * self.mask
+
+    model = built(Masked)
+    step = piped(model)
+    step()
+    model.mask.data[:4] = 0
+    with pytest.raises(ModelError, match="'mask' is another value"):
+        step()
+
+
+def test_a_tensor_that_is_made_anew_with_the_same_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As once an epoch; it is no change that another trace would have to look at."""
+    monkeypatch.setitem(globals(), "SCALE", torch.ones(()))
+    step = piped(lambda: built(Scaled))
+    first = step()
+    for _ in range(3):
+        monkeypatch.setitem(globals(), "SCALE", torch.ones(()))
+        assert all(torch.equal(first[name], gradient) for name, gradient in step().items())
+    monkeypatch.setitem(globals(), "SCALE", torch.full((), 0.5))
+    with pytest.raises(ModelError, match="test_unmoved.SCALE' is another value"):
+        step()
+
+
+def test_a_phase_that_begins_with_an_epoch() -> None:
+    """Bug: a value was looked at at its first, second, fourth change, and the fifth epoch trained
+    on without its phase."""
+
+    class Phased(Net):
+        epoch = 0
+
+        def inside(self, hidden):
+            hidden = self.middle(hidden)
+            return 2 * hidden if self.epoch >= 5 else hidden
+
+    model = built(Phased)
+    step = piped(model)
+    for epoch in range(5):
+        model.epoch = epoch
+        step()
+    model.epoch = 5
+    with pytest.raises(ModelError, match="'epoch' is another value"):
+        step()
+
+
 def test_an_attribute_of_the_model_that_the_file_keeps() -> None:
     step = piped(kept(Tempered))
     step()

@@ -1,0 +1,101 @@
+"""Modules that a script switches, swaps or hooks between two steps: plain PyTorch would follow."""
+
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor, nn
+
+import autopipe
+from autopipe import ModelError
+from tests.support.inprocess import machine
+from tests.support.odd_models import Net, built, inputs, square
+
+
+class Dropped(Net):
+    def begin(self):
+        self.drop, self.act = nn.Dropout(0.5), nn.ReLU()
+
+    def inside(self, hidden):
+        return self.act(self.drop(self.middle(hidden)))
+
+
+def stepped(model: nn.Module) -> Callable[[], Tensor]:
+    """A function that makes a step of a pipe of one rank."""
+    one = {"cluster": machine(1), "batch_size": 4, "say": [].append}
+    plan = autopipe.plan(model, inputs, loss=square, **one)
+    pipe = autopipe.parallelize(model, plan, inputs=inputs, loss=square)
+    return lambda: pipe.step(inputs(4))
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "a part that no longer drops": (lambda model: model.drop.eval(), "'drop.training' is another"),
+    "another activation": (lambda model: setattr(model, "act", nn.Tanh()), "'act' is another"),
+    "another forward": (
+        lambda model: setattr(model.act, "forward", lambda hidden: 2 * hidden),
+        "'act.forward' is another",
+    ),
+    "a hook": (
+        lambda model: model.act.register_forward_hook(lambda module, given, made: 2 * made),
+        "'hooks of act' is another",
+    ),
+    "a hook on the gradient": (
+        lambda model: model.act.register_full_backward_hook(
+            lambda module, into, out: (2 * into[0],)
+        ),
+        "'hooks of act' is another",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_the_graph_would_not_follow_is_refused(change: str, steps: int) -> None:
+    """Bug: steps went on as the modules were when the model was traced, without a word."""
+    model = built(Dropped)
+    step = stepped(model)
+    for _ in range(steps):
+        step()
+    do, message = CHANGES[change]
+    do(model)
+    with pytest.raises(ModelError, match=message) as error:
+        step()
+    assert error.value.hint
+
+
+def test_a_model_in_evaluation_mode_is_not_trained() -> None:
+    """A loop evaluates the module, and forgets to switch it back: plain PyTorch then trains it
+    without dropout."""
+    model = built(Dropped)
+    step = stepped(model)
+    model.eval()
+    with pytest.raises(ModelError, match="is in evaluation mode, and pipe.step trains it") as error:
+        step()
+    assert "model.train() before the step" in error.value.hint
+    model.train()
+    step()
+
+
+def test_what_changes_no_result_is_let_be() -> None:
+    """A mode that no code asks for, a hook that looks, a mode that is put back."""
+    model = built(Net)
+    step = stepped(model)
+    model.eval()
+    step()
+    seen = []
+    model.middle.register_forward_hook(lambda module, given, made: seen.append(module))
+    step()
+    dropping = built(Dropped)
+    step = stepped(dropping)
+    dropping.drop.eval()
+    dropping.drop.train()
+    step()
+
+
+def test_a_model_that_was_given_in_evaluation_mode_trains_as_after_train() -> None:
+    """Planning has said so; its parts are all in training then, whatever they are told before."""
+    model = built(Dropped).eval()
+    step = stepped(model)
+    model.drop.eval()
+    step()
+    model.train()
+    step()
