@@ -102,6 +102,7 @@ def parallelize(
         joined.place,
         joined.world,
         parts=plan.parted,
+        stages=plan.mesh.pp > 1,
         parted=parted_dims(held.gradients, sharding),
     )
     unmoved = Unmoved(

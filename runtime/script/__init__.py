@@ -7,6 +7,6 @@ something else.
 
 Never found here: a step.
 
-Other rooms use: `unmoved.Unmoved`, `clipping.Clipping`, `around.check_around`,
+Other rooms use: `unmoved.Unmoved`, `clipping.Clipping`, `switched.check_around`,
 `stale.check_fresh`, `given_states.GivenStates`.
 """

@@ -24,6 +24,7 @@ from autopipe.planfile.parts import Place
 from autopipe.planfile.placements import I, Sharding
 from autopipe.runtime.parameters.gradient_sum import Gradients, multiply, total_norm
 from autopipe.runtime.script.copied import some_of
+from autopipe.runtime.script.own_numbers import Moves, Scale
 from autopipe.runtime.script.part_changes import PartChanges
 
 SAMPLED, OF = 256, 4
@@ -52,6 +53,7 @@ class Clipping:
         sharding: how parameters lie over tensor-parallel ranks.
         world: the process group of all ranks; None if there is one.
         parts: whether ranks have parts of the model's gradients, and not each all of them.
+        stages: whether other ranks have other stages.
         parted: the dims of a parameter that this rank has a part of, by name.
 
     Attributes:
@@ -66,6 +68,7 @@ class Clipping:
         world: dist.ProcessGroup | None,
         *,
         parts: bool,
+        stages: bool = False,
         parted: Mapping[str, Iterable[int]] = MappingProxyType({}),
     ) -> None:
         self._gradients, self._sharding, self._place = gradients, sharding, place
@@ -74,6 +77,8 @@ class Clipping:
         self._some: Tensor | None = None
         self._last: _Scaled | None = None
         self.parted, self._part_changes = parted, PartChanges(parted)
+        self._moves = Moves((name for name, dims in parted.items() if dims), norms=stages)
+        self._scaled = Scale()
 
     @torch.no_grad()
     def clip(self, max_norm: float, device: torch.device) -> Tensor:
@@ -96,10 +101,35 @@ class Clipping:
         self._states = _states(found)
         self._some = _some(found) if found and self._parts else None
         self._part_changes.note(self._named())
+        self._moves.note(self._gradients.shards())
+        self._scaled = Scale()
 
     def untouched(self) -> bool:
         """Whether this rank's gradients are still there as the step has left them."""
         return bool(self._states) and _states(self._found()) == self._states
+
+    @torch.no_grad()
+    def are_of_one_step(self, steps: int) -> bool:
+        """Whether this rank's gradients are those of the last of so many steps, or these scaled:
+        not a sum that a script has made of them."""
+        factor = 1.0 if self.untouched() else self._moves.scaled(self._gradients.shards()).every
+        return factor != 0.0 and abs(factor - steps) > 1e-3 * steps
+
+    @torch.no_grad()
+    def moved(self) -> Scale | None:
+        """By how much weights were moved since the step; None: none was moved."""
+        return self._moves.moved(self._gradients.shards())
+
+    def scaled(self) -> Scale:
+        """By how much gradients were scaled between the step and an update; 0: there was none."""
+        return self._scaled
+
+    @torch.no_grad()
+    def used(self) -> None:
+        """Look at the gradients that an optimizer has used: its own hooks may have scaled them."""
+        if self._some is not None:
+            own = self._gradients.shards()
+            self._scaled = Scale(1.0, 1.0) if self.untouched() else self._moves.scaled(own)
 
     @torch.no_grad()
     def check(self) -> None:

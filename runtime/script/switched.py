@@ -1,5 +1,7 @@
-"""Finds modules that a script switches, swaps or hooks between two steps.
+"""Finds modes of torch around a step, and modules that a script switches, swaps or hooks before it.
 
+    with torch.no_grad(): pipe.step(batch) no gradients
+    with torch.autocast("cpu"): ...        another precision than the plan's
     model.bn.eval()                        plain PyTorch no longer writes its statistics
     model.act = nn.GELU()                  and computes with another activation
     model.body.register_forward_hook(f)    and calls the hook
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopipe.errors import ModelError
@@ -96,3 +99,28 @@ def _changed(old: _Look, new: _Look, *, modes: bool) -> Iterable[str]:
                 yield f"{path}.{name}".strip(".")
         if hooks != hooks_before:
             yield f"hooks of {path or 'the model'}"
+
+
+def check_around(call: str, precision: str, device: torch.device) -> None:
+    """Look at the modes that a call of a pipe is made under.
+
+    Args:
+        call: `step` or `evaluate`, which needs no gradients.
+        precision: the plan's, in which its bytes, transfers and compiled stages are.
+
+    Raises:
+        ModelError: gradients are off in a step, or autocast is on.
+    """
+    if call == "step" and not torch.is_grad_enabled():
+        raise ModelError(
+            "pipe.step was called under torch.no_grad() or inference_mode(): no gradients",
+            hint="call it outside; pipe.evaluate(batch) gives the loss without gradients",
+        )
+    if torch.is_autocast_enabled(device.type):
+        low = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+        raise ModelError(
+            f"pipe.{call} was called under torch.autocast to {low}, and the plan says in which "
+            f"precision a step computes: {precision}",
+            hint="call it outside; --precision bf16-autocast plans what torch.autocast does, and "
+            "--precision bf16 keeps all of a step in bf16",
+        )

@@ -29,7 +29,7 @@ from autopipe.runtime.script.lent import Lent
 from autopipe.runtime.script.moved_frozen import MovedFrozen
 from autopipe.runtime.script.stale import Stale
 from autopipe.runtime.script.switched import Switched
-from autopipe.runtime.script.updates import Updates
+from autopipe.runtime.script.updates import Since, Updates
 from autopipe.tracing.source import Source, bare, trace_as_planned
 from autopipe.util import seeding
 from autopipe.util.stopwatch import Stopwatch
@@ -83,7 +83,7 @@ class Unmoved:
         self._switched = Switched(self._between.watched, modes="training" in self._between.names)
 
     @contextmanager
-    def step(self, resumed: bool) -> Iterator[tuple[int, int]]:
+    def step(self, resumed: bool) -> Iterator[Since]:
         """Within, a step runs; values are checked before it. Gives `Updates.since_last_step`.
 
         Args:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
@@ -31,10 +32,26 @@ from autopipe.frontend.optimizer import CUSTOM, ByName, Named
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.script.again import NoOther, another
 from autopipe.runtime.script.clipping import Clipping
+from autopipe.runtime.script.own_numbers import WIDTH, OwnNumbers, Scale, numbers
 from autopipe.runtime.script.part_changes import PartChanges
 
 NONE, OWN, OF_OTHERS = 0, 1, 2
 """Whether an optimizer has begun a step, and whether one of this rank's parameters."""
+
+
+@dataclass(frozen=True)
+class Since:
+    """What a rank has done since the last step, to compare with other ranks'.
+
+    Attributes:
+        numbers: `NONE`, `OWN` or `OF_OTHERS`, which may be a rank's without parameters; of
+            optimizers of this rank's parameters how many groups of unlike options there were, above
+            a hash of them; and what it has scaled (`own_numbers.numbers`).
+        check: compares the last of these, of all ranks.
+    """
+
+    numbers: tuple[int, ...] = (0,) * (2 + WIDTH)
+    check: Callable[[Sequence[Sequence[int]]], object] = len
 
 
 class Updates:
@@ -62,7 +79,9 @@ class Updates:
         }
         self._own, self._weights = dict(trained), PartChanges(clipping.parted, "weight")
         self._stepped: set[int] = set()
+        self._own_numbers = OwnNumbers(plan)
         self._dropped = 0
+        self._moved: Scale | None = None
         self._began, self._options = NONE, set[str]()
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._unclear: weakref.WeakKeyDictionary[Optimizer, ModelError]
@@ -88,7 +107,7 @@ class Updates:
             return
         self._began = OWN
         self._options |= {_described(optimizer, group) for group in optimizer.param_groups}
-        if self._dropped:
+        if self._dropped and self._clipping.are_of_one_step(self._dropped + 1):
             raise ModelError(
                 f"an update begins after {self._dropped + 1} steps, and pipe.step keeps the last "
                 "one's gradients alone: plain PyTorch would have added them up",
@@ -110,6 +129,7 @@ class Updates:
         if optimizer in self._unclear:
             raise self._unclear[optimizer]
         if any(id(one) in self._trained for g in optimizer.param_groups for one in g["params"]):
+            self._clipping.used()
             self._weights.note(self._own)
 
     def check(self) -> None:
@@ -123,7 +143,8 @@ class Updates:
         self._weights.check(self._own)
         stepped, self._stepped = self._stepped, set()
         updated = {name for one, name in self._trained.items() if one in stepped}
-        waits = not updated and self._clipping.untouched()
+        self._moved = None if updated else self._clipping.moved()
+        waits = not updated and self._moved is None and self._clipping.untouched()
         self._dropped = self._dropped + 1 if waits else 0
         for one, name in self._copied.items():
             if one in stepped and name not in updated:
@@ -133,18 +154,14 @@ class Updates:
                     hint="make it of this rank's parameters: torch.optim.AdamW(pipe.parameters())",
                 )
 
-    def since_last_step(self) -> tuple[int, int]:
-        """What optimizers have done since this was asked last, to compare with other ranks'.
-
-        Returns:
-            `NONE`, `OWN` or `OF_OTHERS`, which may be a rank's without parameters; and of those of
-            this rank's parameters how many groups of unlike options there were, above a hash of
-            them (`same_batch.check_same`).
-        """
+    def since_last_step(self) -> Since:
+        """What was done since this was asked last, to compare with other ranks'."""
         began, options = self._began, sorted(self._options)
         self._began, self._options = NONE, set()
         digest = hashlib.blake2b("\n".join(options).encode(), digest_size=4).digest()
-        return began, len(options) << 32 | int.from_bytes(digest, "big")
+        groups = len(options) << 32 | int.from_bytes(digest, "big")
+        scaled = numbers(self._clipping.scaled(), self._moved or Scale())
+        return Since((began, groups, *scaled), self._own_numbers.check)
 
     def _check_kind(self, optimizer: Optimizer) -> ModelError | None:
         """Refuse one that the plan was not made for, if it needs more than this rank has.

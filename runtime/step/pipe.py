@@ -27,8 +27,9 @@ from autopipe.runtime.launch.watchdog import Watchdog
 from autopipe.runtime.parameters.gradient_sum import multiply
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
-from autopipe.runtime.script.around import check_around
 from autopipe.runtime.script.clipping import Clipping
+from autopipe.runtime.script.switched import check_around
+from autopipe.runtime.script.updates import Since
 from autopipe.runtime.step import measured
 from autopipe.runtime.step.executor import Executor, Record, Results
 from autopipe.runtime.step.kept import Kept
@@ -174,12 +175,12 @@ class Pipe(Kept):
         """
         check_around("step", self.plan.precision, self.device)
         with self._unmoved(self._resumed) as updates, self._watchdog.at(self.steps):
-            loss = self._step(batch, sharded, updates or (0, 0))
+            loss = self._step(batch, sharded, updates or Since())
         self._resumed, self._compared = False, True
         self.steps += 1
         return loss
 
-    def _step(self, batch: Any, sharded: bool, updates: tuple[int, int]) -> Tensor:
+    def _step(self, batch: Any, sharded: bool, updates: Since) -> Tensor:
         leaves, first = flatten(batch), not self._compared
         self.row_length = self._check_same(leaves, sharded=sharded, contents=first, updates=updates)
         wanted = self.plan.batch.micro_batches

@@ -23,7 +23,7 @@ from autopipe.batch.tree import Leaf
 from autopipe.errors import LaunchError, ModelError, PlanError
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
-from autopipe.runtime.script.updates import NONE, OWN
+from autopipe.runtime.script.updates import NONE, OWN, Since
 from autopipe.util import codec
 
 CALLS = "step", "evaluate", "clip_grad_norm_", "save", "load", "state_dict", "load_state_dict"
@@ -31,6 +31,9 @@ CALLS = "step", "evaluate", "clip_grad_norm_", "save", "load", "state_dict", "lo
 
 END = len(CALLS)
 """In the place of a call: this rank has no further batch."""
+
+SINCE = Since()
+"""Of a call that is no step."""
 
 SOME = 1024
 """Values of each tensor that are compared in steps after the first: a hash of all takes long."""
@@ -69,7 +72,7 @@ def check_same_call(call: str, plan: Plan, world: dist.ProcessGroup | None) -> N
         LaunchError: names two of them.
     """
     if world is not None:
-        _heard(plan, world, torch.tensor([CALLS.index(call), *(0,) * 5]))
+        _heard(plan, world, _without_batch(CALLS.index(call)))
 
 
 def check_all_ended(plan: Plan, world: dist.ProcessGroup | None) -> None:
@@ -79,7 +82,12 @@ def check_all_ended(plan: Plan, world: dist.ProcessGroup | None) -> None:
         ModelError: names two ranks.
     """
     if world is not None:
-        _heard(plan, world, torch.tensor([END, *(0,) * 5]))
+        _heard(plan, world, _without_batch(END))
+
+
+def _without_batch(call: int) -> Tensor:
+    """What a rank says of a call that has no batch, as long as what it says of a step."""
+    return torch.tensor([call, *(0,) * (3 + len(SINCE.numbers))])
 
 
 def _heard(plan: Plan, world: dist.ProcessGroup, own: Tensor) -> list[Tensor]:
@@ -121,21 +129,21 @@ def check_same(
     sharded: bool,
     contents: bool,
     call: str = "step",
-    updates: tuple[int, int] = (0, 0),
+    updates: Since = SINCE,
 ) -> float:
     """Refuse, on every rank, batches that differ between ranks which must be given the same.
 
     Args:
         contents: compare every value first, and not some of them after the number of rows.
         call: as of `check_same_call`.
-        updates: of `script.updates.Updates.since_last_step`.
+        updates: what the rank has done since the last step.
 
     Returns:
         The tokens of a row, of all replicas the mean; 0 where rows are no sequences.
 
     Raises:
         ModelError: they differ, or the batch does not fit the plan on some rank; or ranks have made
-            other updates.
+            other updates, or scaled by numbers of their own.
         LaunchError: as `check_same_call`.
     """
     length = row_length.length_in(plan.inputs, leaves) or 0
@@ -147,10 +155,13 @@ def check_same(
     except ModelError as error:
         rows, refusal = -1, error
     mark = digest(leaves, None if contents else SOME)
-    gathered = _heard(plan, world, torch.tensor([CALLS.index(call), mark, rows, length, *updates]))
+    gathered = _heard(
+        plan, world, torch.tensor([CALLS.index(call), mark, rows, length, *updates.numbers])
+    )
     columns: list[list[int]] = torch.stack(gathered).T.tolist()
-    _, marks, rows_of, lengths, began, options = columns
+    _, marks, rows_of, lengths, began, options, *scaled = columns
     _check_updates(plan, began, options)
+    updates.check([*zip(*scaled, strict=True)])
     if contents:
         _check_marks(plan, marks, sharded=sharded, first_time=True)
     if refusal is not None:

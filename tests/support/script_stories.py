@@ -5,12 +5,12 @@ Each would train or show something else than plain PyTorch, and no word would be
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopipe
 from autopipe import ModelError
@@ -22,16 +22,17 @@ from tests.support.pipes import ZOO, drawn, planned, refused, sgd, story
 
 @story(2)
 def clipping_by_the_norm_of_a_part() -> None:
-    """Seen at the second update: both began with other norms, and both end with one."""
+    """Of any kind: ranks with rows of one weight scale its gradient alike, or are refused."""
     plan = planned("linear", 1, 2, 1, zero=1)
-    pipe = autopipe.parallelize(ZOO["linear"].model(), plan, loss=ZOO["linear"].loss)
-    optimizer = sgd(pipe.parameters())
-    for number in range(2):
-        pipe.step(drawn("linear", plan.batch.rows, number))
-        nn.utils.clip_grad_norm_(pipe.parameters(), 0.001)
-        told = "scaled to a norm of 0.001 before two updates", "pipe.clip_grad_norm_(0.001)"
-        with refused(ModelError, *told) if number else nullcontext():
-            optimizer.step()
+    for kind in (2.0, 1.0):
+        pipe = autopipe.parallelize(ZOO["linear"].model(), plan, loss=ZOO["linear"].loss)
+        optimizer = sgd(pipe.parameters())
+        pipe.step(drawn("linear", plan.batch.rows, 0))
+        nn.utils.clip_grad_norm_(pipe.parameters(), 0.001, norm_type=kind)
+        optimizer.step()
+        told = "ranks 0 and 1 have scaled their gradients by", "pipe.clip_grad_norm_(1.0)"
+        with refused(ModelError, *told):
+            pipe.step(drawn("linear", plan.batch.rows, 1))
 
 
 @story(2)
@@ -180,3 +181,52 @@ def rows_of_a_parameter_that_are_frozen() -> None:
     dict(pipe.named_parameters())["weight"].requires_grad_(False)
     with refused(ModelError, "'weight' was trained when the model was planned and is frozen now"):
         pipe.step(drawn("linear", plan.batch.rows, 1))
+
+
+@story(2)
+def weights_moved_by_the_norm_of_a_part() -> None:
+    """SAM's first step takes the norm of all gradients, of which each rank has half of the rows.
+    With the norm of the whole model it trains as in one process."""
+    case, plan = ZOO["linear"], planned("linear", 1, 2, 1, zero=1)
+    batches = [drawn("linear", plan.batch.rows, number) for number in range(2)]
+
+    def sam(
+        step: Callable[[Any], Any], norm: Callable[[], Tensor], own: list[nn.Parameter]
+    ) -> None:
+        optimizer = sgd(own)
+        for batch in batches:
+            step(batch)
+            begun = [one.detach().clone() for one in own]
+            by = 0.5 / norm()
+            for one in own:
+                if one.grad is not None:
+                    one.data += by * one.grad
+            step(batch)
+            for one, before in zip(own, begun, strict=True):
+                one.data.copy_(before)
+            optimizer.step()
+
+    plain = case.model()
+
+    def plain_step(batch: Any) -> None:
+        plain.zero_grad()
+        case.loss(plain(batch["input"]), batch).backward()
+
+    own_of = [*plain.parameters()]
+    sam(plain_step, lambda: norm_of(own_of), own_of)
+
+    pipe = autopipe.parallelize(case.model(), plan, loss=case.loss)
+    own = [*pipe.parameters()]
+    sam(pipe.step, lambda: pipe.clip_grad_norm_(float("inf")), own)
+    for name, tensor in pipe.state_dict().items():
+        torch.testing.assert_close(tensor, plain.get_parameter(name))
+
+    pipe = autopipe.parallelize(case.model(), plan, loss=case.loss)
+    own = [*pipe.parameters()]
+    told = "ranks 0 and 1 have moved their weights along the gradients by", "float('inf')"
+    with refused(ModelError, *told):
+        sam(pipe.step, lambda: norm_of(own), own)
+
+
+def norm_of(parameters: list[nn.Parameter]) -> Tensor:
+    return nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])

@@ -3,12 +3,16 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import autopipe
 from autopipe import ModelError
+from autopipe.runtime.script.switched import check_around
 from tests.support.inprocess import machine
 from tests.support.odd_models import Net, built, inputs, square
+
+CPU = torch.device("cpu")
 
 
 class Dropped(Net):
@@ -99,3 +103,29 @@ def test_a_model_that_was_given_in_evaluation_mode_trains_as_after_train() -> No
     step()
     model.train()
     step()
+
+
+def test_a_step_under_autocast() -> None:
+    """Bug: eager stages computed in bf16 then, compiled ones and zero-bubble's in fp32."""
+    for call in ("step", "evaluate"):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ModelError) as refused:
+            check_around(call, "fp32", CPU)
+        assert str(refused.value).startswith(
+            f"pipe.{call} was called under torch.autocast to bfloat16, and the plan says in which "
+            "precision a step computes: fp32"
+        )
+
+
+def test_a_step_without_gradients() -> None:
+    with torch.no_grad(), pytest.raises(ModelError, match=r"torch\.no_grad\(\)"):
+        check_around("step", "fp32", CPU)
+
+
+def test_modes_that_change_nothing() -> None:
+    check_around("step", "bf16", CPU)
+    with torch.no_grad():
+        check_around("evaluate", "fp32", CPU)
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        check_around("step", "fp32", CPU)
+    with torch.autocast("cpu", torch.bfloat16):  # which no GPU's step is under
+        check_around("step", "fp32", torch.device("cuda"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopipe
 from autopipe import ModelError, Pipe
@@ -76,5 +76,45 @@ def test_an_optimizer_of_others() -> None:
     for _ in range(2):
         step()
         others.step()
+    with pytest.raises(ModelError, match="after 2 steps"):
+        optimizer.step()
+
+
+def test_weights_that_a_script_moves_between_two_steps() -> None:
+    """SAM and extragradient use the second step's gradients alone. Bug: it was taken for a loop
+    that accumulates them."""
+    pipe, step, optimizer = script()
+    for _ in range(2):
+        step()
+        begun = [one.detach().clone() for one in pipe.parameters()]
+        for one in pipe.parameters():
+            assert one.grad is not None
+            one.data += 0.05 * one.grad
+        step()
+        for one, before in zip(pipe.parameters(), begun, strict=True):
+            one.data.copy_(before)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("same_rows", [True, False])
+def test_gradients_that_a_script_adds_up_itself(same_rows: bool) -> None:
+    """Bug: it had done what plain PyTorch does, and was refused."""
+    pipe, _, optimizer = script()
+    total: list[Tensor] = []
+    for number in range(3):
+        batch = inputs(4)
+        pipe.step(batch if same_rows else {**batch, "x": batch["x"] + number})
+        own = [one.grad for one in pipe.parameters() if one.grad is not None]
+        total = [a + b for a, b in zip(total, own, strict=True)] if total else own
+    for one, gradient in zip(pipe.parameters(), total, strict=True):
+        one.grad = gradient
+    optimizer.step()
+
+
+def test_gradients_that_are_clipped_after_several_steps() -> None:
+    pipe, step, optimizer = script()
+    step()
+    step()
+    nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3)
     with pytest.raises(ModelError, match="after 2 steps"):
         optimizer.step()

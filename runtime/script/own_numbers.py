@@ -1,0 +1,220 @@
+"""Finds scripts that scale gradients, or move weights along them, by a number of a rank's own.
+
+    for p in pipe.parameters(): p.grad *= 0.1 / norm     rank 0: times 0.4; rank 1: times 0.5
+    for p in pipe.parameters(): p += 0.05 / norm * p.grad        SAM's first step, likewise
+
+Each rank takes the norm of its part, plain PyTorch of all. So ranks tell each other by how much
+they have scaled, before the next step. Ranks with parts of the same weights scale them alike. Those
+of other stages may have another rate, but no norm in common, nor a ratio that changes from update
+to update.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import ModelError
+from autopipe.planfile.contents import Plan
+from autopipe.runtime.script.copied import some_of
+
+SAMPLED, OF = 256, 4
+"""So many entries of so many weights tell by how much all are scaled or moved."""
+
+ALIKE, UNLIKE = 1e-3, 1e-2
+
+WIDTH = 6
+"""The numbers that a rank tells of itself."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """By how much a rank has scaled its gradients, or moved its weights along them; 0: it has not,
+    or not all alike.
+
+    Attributes:
+        one: of one parameter that ranks have parts of.
+        every: of all.
+        norm: of all the rank's gradients that are scaled, or weights' moves; 0: not known.
+    """
+
+    one: float = 0.0
+    every: float = 0.0
+    norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Some entries of weights and of their gradients, by the parameter's name."""
+
+    weights: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    norm: Tensor | None
+
+
+class Moves:
+    """Looks at a rank's weights when a step has ended, and before the next one.
+
+    Args:
+        parted: the names of parameters that the rank has a part of.
+        norms: whether ranks of other stages are compared by norms.
+    """
+
+    def __init__(self, parted: Iterable[str], *, norms: bool) -> None:
+        self._one = min(parted, default=None)
+        self._norms = norms
+        self._seen: _Entries | None = None
+
+    def note(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Take the weights, and the gradients that a step has made, as they are."""
+        found = {name: p.grad for name, p in weights.items() if p.grad is not None and p.numel()}
+        names = sorted(found, key=lambda name: (found[name].numel(), name))[-OF:]
+        names += [name for name in [self._one] if name in found and name not in names]
+        self._seen = _Entries(
+            _some(weights, names),
+            _some(found, names),
+            nn.utils.get_total_norm(found.values()) if found and self._norms else None,
+        )
+
+    def moved(self, weights: Mapping[str, nn.Parameter]) -> Scale | None:
+        """By how much weights were moved since, along the gradients; None: none was moved."""
+        seen = self._seen
+        if seen is None or not all(name in weights for name in seen.weights):
+            return None
+        after = _some(weights, seen.weights)
+        changes = {name: after[name] - before for name, before in seen.weights.items()}
+        if not any(bool(change.any()) for change in changes.values()):
+            return None
+        noise = {name: _noise(weights[name], one) for name, one in after.items()}
+        for power in (0, 2):  # SAM, and the adaptive one: along the gradient times squares of w
+            along = {n: g * seen.weights[n] ** power for n, g in seen.gradients.items()}
+            every = _factor(changes, along, noise, list(along)) if len(along) > 1 else 0.0
+            one = _factor(changes, along, noise, [n for n in along if n == self._one])
+            norm = float(seen.norm) if seen.norm is not None and not power else 0.0
+            if every or one:
+                return Scale(one, every, abs(every) * norm)
+        return Scale()
+
+    def scaled(self, weights: Mapping[str, nn.Parameter]) -> Scale:
+        """By how much the gradients were scaled since, that an optimizer is about to use."""
+        seen = self._seen
+        found = {name: p.grad for name, p in weights.items() if p.grad is not None}
+        if seen is None or not seen.gradients or not all(name in found for name in seen.gradients):
+            return Scale()
+        after = _some(found, seen.gradients)
+        noise = {name: _noise(found[name], one) for name, one in after.items()}
+        every = _factor(after, seen.gradients, noise, list(after))
+        one = _factor(after, seen.gradients, noise, [n for n in after if n == self._one])
+        norm = self._norms and every and every != 1.0
+        return Scale(one, every, float(nn.utils.get_total_norm(found.values())) if norm else 0.0)
+
+
+class OwnNumbers:
+    """Compares what ranks have scaled, step by step."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._places = plan.mesh.places
+        self._last: dict[tuple[str, tuple[int, int]], tuple[float, float]] = {}
+
+    def check(self, told: Sequence[Sequence[int]]) -> None:
+        """Look at what all ranks have told, by rank (`numbers`).
+
+        Raises:
+            ModelError: two ranks have scaled by numbers of their own.
+        """
+        heard = [_heard(of_rank) for of_rank in told]
+        for what, scales in zip(_WORDS, zip(*heard, strict=True), strict=True):
+            for one, other in combinations(self._places, 2):
+                pair = scales[one.rank], scales[other.rank]
+                ranks = one.rank, other.rank
+                two = one.pp != other.pp
+                apart = self._of_two(what, ranks, *pair) if two else _of_one_stage(*pair)
+                if apart is not None:
+                    raise _error(what, ranks, apart)
+
+    def _of_two(
+        self, what: str, ranks: tuple[int, int], first: Scale, second: Scale
+    ) -> tuple[float, float] | None:
+        """The factors of two stages, if they are of norms of their own."""
+        now = first.every, second.every
+        if 0.0 in now or 1.0 in now:
+            return None
+        last = self._last.get((what, ranks))
+        self._last[what, ranks] = now
+        if not _differ(*now, UNLIKE):
+            return None
+        if first.norm and second.norm and not _differ(first.norm, second.norm, ALIKE):
+            return now
+        if last is None or not all(_differ(*pair, UNLIKE) for pair in zip(now, last, strict=True)):
+            return None
+        return now if _differ(now[0] * last[1], last[0] * now[1], UNLIKE) else None
+
+
+def numbers(gradients: Scale, weights: Scale) -> tuple[int, ...]:
+    """What a rank tells of itself, as integers of 64 bits."""
+    floats = (*astuple(gradients), *astuple(weights))
+    return struct.unpack(f"<{WIDTH}q", struct.pack(f"<{WIDTH}d", *floats))
+
+
+def _heard(told: Sequence[int]) -> tuple[Scale, Scale]:
+    floats = struct.unpack(f"<{WIDTH}d", struct.pack(f"<{WIDTH}q", *told))
+    return Scale(*floats[:3]), Scale(*floats[3:])
+
+
+_WORDS = "scaled their gradients", "moved their weights along the gradients"
+
+
+def _of_one_stage(first: Scale, second: Scale) -> tuple[float, float] | None:
+    """The factors of two ranks that have parts of the same weights, if they differ."""
+    for pair in ((first.every, second.every), (first.one, second.one)):
+        if 0.0 not in pair and _differ(*pair, ALIKE):
+            return pair
+    return None
+
+
+def _differ(one: float, other: float, by: float) -> bool:
+    return abs(one - other) > by * max(abs(one), abs(other))
+
+
+def _error(what: str, ranks: tuple[int, int], factors: tuple[float, float]) -> ModelError:
+    return ModelError(
+        f"ranks {ranks[0]} and {ranks[1]} have {what} by {factors[0]:.4g} and {factors[1]:.4g} "
+        "times these: by a number of each one's own part of the model, such as its norm, where "
+        "plain PyTorch takes one of all of it",
+        hint="pipe.clip_grad_norm_(1.0) clips by the norm of the whole model, and "
+        "pipe.clip_grad_norm_(float('inf')) gives that norm to every rank; each rank calls it",
+    )
+
+
+def _some(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Some entries of each of these, float32."""
+    return {name: some_of(tensors[name], SAMPLED).float().clone() for name in names}
+
+
+def _noise(tensor: Tensor, entries: Tensor) -> Tensor:
+    """How far off entries may be that were rounded to the tensor's dtype."""
+    return entries.abs() * (2 * torch.finfo(tensor.dtype).eps)
+
+
+def _factor(
+    changes: Mapping[str, Tensor],
+    along: Mapping[str, Tensor],
+    noise: Mapping[str, Tensor],
+    names: Sequence[str],
+) -> float:
+    """By what `along` was multiplied to give the changes; 0: not all by the same, or too little to
+    be told from rounding."""
+    if not names:
+        return 0.0
+    change, base, off = (torch.cat([each[n] for n in names]) for each in (changes, along, noise))
+    squares = float(base.square().sum())
+    factor = float((change * base).sum()) / squares if squares else 0.0
+    made = base * factor
+    alike = bool(((change - made).abs() <= ALIKE * made.abs() + 2 * off).all())
+    unsure = float(off.norm()) / len(base) ** 0.5 > ALIKE / 4 * float(made.norm())
+    return 0.0 if not alike or unsure else factor
