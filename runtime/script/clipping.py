@@ -112,7 +112,8 @@ class Clipping:
     def are_of_one_step(self, steps: int) -> bool:
         """Whether this rank's gradients are those of the last of so many steps, or these scaled:
         not a sum that a script has made of them."""
-        factor = 1.0 if self.untouched() else self._moves.scaled(self._gradients.shards()).every
+        own = self._gradients.shards()
+        factor = 1.0 if self.untouched() else self._moves.scaled(own, least=1).every
         return factor != 0.0 and abs(factor - steps) > 1e-3 * steps
 
     @torch.no_grad()

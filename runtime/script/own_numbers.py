@@ -39,7 +39,7 @@ class Scale:
 
     Attributes:
         one: of one parameter that ranks have parts of.
-        every: of all.
+        every: of all that were changed, of two or more.
         norm: of all the rank's gradients that are scaled, or weights' moves; 0: not known.
     """
 
@@ -88,29 +88,37 @@ class Moves:
             return None
         after = _some(weights, seen.weights)
         changes = {name: after[name] - before for name, before in seen.weights.items()}
-        if not any(bool(change.any()) for change in changes.values()):
+        own = [name for name, change in changes.items() if bool(change.any())]
+        if not own:
             return None
         noise = {name: _noise(weights[name], one) for name, one in after.items()}
         for power in (0, 2):  # SAM, and the adaptive one: along the gradient times squares of w
-            along = {n: g * seen.weights[n] ** power for n, g in seen.gradients.items()}
-            every = _factor(changes, along, noise, list(along)) if len(along) > 1 else 0.0
-            one = _factor(changes, along, noise, [n for n in along if n == self._one])
+            along = {n: seen.gradients[n] * seen.weights[n] ** power for n in own}
+            every = _factor(changes, along, noise, own) if len(own) > 1 else 0.0
+            one = _factor(changes, along, noise, [n for n in own if n == self._one])
             norm = float(seen.norm) if seen.norm is not None and not power else 0.0
             if every or one:
                 return Scale(one, every, abs(every) * norm)
         return Scale()
 
-    def scaled(self, weights: Mapping[str, nn.Parameter]) -> Scale:
-        """By how much the gradients were scaled since, that an optimizer is about to use."""
+    def scaled(self, weights: Mapping[str, nn.Parameter], least: int = 2) -> Scale:
+        """By how much the gradients were scaled since, that an optimizer is about to use.
+
+        Args:
+            least: of so many parameters: one alone may be clipped by its own norm.
+        """
         seen = self._seen
         found = {name: p.grad for name, p in weights.items() if p.grad is not None}
         if seen is None or not seen.gradients or not all(name in found for name in seen.gradients):
             return Scale()
         after = _some(found, seen.gradients)
         noise = {name: _noise(found[name], one) for name, one in after.items()}
-        every = _factor(after, seen.gradients, noise, list(after))
+        own = [name for name, one in after.items() if not torch.equal(one, seen.gradients[name])]
+        if not own:
+            return Scale(1.0, 1.0)
+        every = _factor(after, seen.gradients, noise, own) if len(own) >= least else 0.0
         one = _factor(after, seen.gradients, noise, [n for n in after if n == self._one])
-        norm = self._norms and every and every != 1.0
+        norm = self._norms and every
         return Scale(one, every, float(nn.utils.get_total_norm(found.values())) if norm else 0.0)
 
 

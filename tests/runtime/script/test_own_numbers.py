@@ -95,12 +95,22 @@ def test_gradients_that_are_scaled() -> None:
     weights = part(0)
     moves = Moves([], norms=True)
     moves.note(weights)
-    assert moves.scaled(weights) == Scale(0.0, 1.0)
+    assert moves.scaled(weights) == Scale(1.0, 1.0), "they were not"
     nn.utils.clip_grad_norm_(weights.values(), 0.5)
     assert moves.scaled(weights).norm == pytest.approx(0.5, rel=1e-4)
     for one in gradients_of(weights):
         one += 0.01
     assert moves.scaled(weights) == NOTHING
+
+
+def test_one_gradient_that_is_clipped_by_its_own_norm() -> None:
+    """A stage has all of it, so that each stage may have another factor."""
+    weights = part(0)
+    moves = Moves([], norms=True)
+    moves.note(weights)
+    nn.utils.clip_grad_norm_([weights["weight"]], 0.5)
+    assert moves.scaled(weights) == NOTHING
+    assert moves.scaled(weights, least=1).every < 1
 
 
 def places(*stages: int) -> Any:
