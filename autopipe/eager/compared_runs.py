@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.counts import Calls, runs_ahead
 from autopipe.eager.frozen import numbered, plain_of
-from autopipe.eager.holders import Part, holders_of, modules_among, weights_of
-from autopipe.eager.kept import Caches, restoring
+from autopipe.eager.holders import Holder, Part, holders_of, modules_among, weights_of
+from autopipe.eager.kept import Caches, KeptNow, restoring
 from autopipe.eager.second_run import Call, Noted, check_unseen, draws_left_out
 from autopipe.eager.taint import Taint
 from autopipe.ir.tensors import tensors_in
@@ -41,9 +41,10 @@ def compared_runs(
     again: Callable[[Callable[[], Noted]], object],
     others: Callable[[], object],
     caches_filled: Callable[[], Iterable[str]],
-) -> tuple[T, tuple[str, ...], tuple[str, ...]]:
-    """The result of a first run; the names of kept values that make a later run differ; and the
-    functions by which the first run alone draws random numbers.
+) -> tuple[T, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The result of a first run; the names of kept values that make a later run differ; the
+    functions by which the first run alone draws random numbers; and the names of values that each
+    run leaves.
 
     Args:
         parts: the model and its loss; what these runs change in them is put back.
@@ -64,28 +65,35 @@ def compared_runs(
         if not names:
             again_calls = check_unseen(noted.calls, again, parameters)
             drawn = draws_left_out(noted.calls, again_calls) if caches.filled() else ()
-            return found, (), drawn
-    usual, second, later = _calls_on_rows(parts, rows, others)
+            return found, (), drawn, ()
+    (usual, second, later), left = _calls_on_rows(parts, rows, others)
     differ = any(other != usual for other in (second, *later))
-    return found, names if differ else (), draws_left_out(usual, second)
+    return found, names if differ else (), draws_left_out(usual, second), left
 
 
 def _calls_on_rows(
     parts: Sequence[Part], rows: Iterable[Tensor], run: Callable[[], object]
-) -> tuple[Calls, Calls, list[Calls | str]]:
-    """The calls on rows of a first run, of a second one, and of those that `runs_ahead` makes."""
+) -> tuple[tuple[Calls, Calls, list[Calls | str]], tuple[str, ...]]:
+    """The calls on rows of a first run, of a second one, and of those that `runs_ahead` makes; and
+    the names of the values that the second one has changed or written."""
     weights = weights_of(parts)
     taint = Taint([*rows, *weights, *_written_buffers(parts, run)], draws=True)
 
     def logged(run: Callable[[], object]) -> Calls:
+        kept = [*_kept_tensors(holders_of(*parts))]
         with taint, CallsOnRows(taint, numbered(weights)) as on_rows:
             run()
         if not any(map(is_fake, weights)):  # the taint holds all activations of the run
             taint.forget_all_but(_kept(parts))
+        written = (name for name, tensor, count in kept if version(tensor) != count)
+        left.append((*(states[-1].changed() if states else ()), *written))
+        states.append(KeptNow(holders_of(*parts)))
         return tuple(on_rows.calls)
 
+    left, states = list[tuple[str, ...]](), list[KeptNow]()
     with restoring(*parts):
-        return runs_ahead(parts, run, logged)
+        calls = runs_ahead(parts, run, logged)
+    return calls, tuple(dict.fromkeys(left[1]))
 
 
 class CallsOnRows(TorchFunctionMode):
@@ -135,6 +143,14 @@ class CallsOnRows(TorchFunctionMode):
             return self._parameters.get(id(tensor))
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         return blake2b(plain.view(torch.uint8).numpy().tobytes()).digest()
+
+
+def _kept_tensors(holders: Iterable[Holder]) -> Iterator[tuple[str, Tensor, int]]:
+    """The tensors of holders, each with its name and the number of writes."""
+    for holder in holders:
+        for key, value in holder.values().items():
+            if isinstance(value, Tensor) and not value.is_inference():
+                yield holder.label(key), value, version(value)
 
 
 def _kept(parts: Sequence[Part]) -> Iterator[Tensor]:

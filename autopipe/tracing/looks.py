@@ -121,12 +121,12 @@ class _RunsOfALook:
         self.program(*[tensor.clone() for tensor in self.tensors])
 
     def reads(self, within: Within) -> tuple[Read, ...]:
-        """The reads of a run; sets the program's `unsteady` and `drawn_once`."""
+        """The reads of a run; sets the program's `unsteady`, `drawn_once` and `left`."""
         parts = self.program.parts
         first, again = partial(self._first, within), partial(self.again, within)
         runs = first, again, self.again
         of = self.program.found
-        found, of.unsteady, of.drawn_once = compared_runs(
+        found, of.unsteady, of.drawn_once, of.left = compared_runs(
             parts, self.tensors, *runs, lambda: of.caches
         )
         return found

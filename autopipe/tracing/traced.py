@@ -19,6 +19,7 @@ class Trace:
 
     `outputs`: the paths of the model's own outputs, if the graph returns them after the loss.
     `unsteady`: kept values that make a later call of the model compute otherwise.
+    `left`: values that each call leaves in Python.
     `caches`: buffers in no checkpoint that the first call makes anew; no states of the graph.
     `regions`: the calls that run as they are.
     `asks_for_gpus`: the user's lines that ask whether a tensor is on a GPU; the answer was no.
@@ -32,6 +33,7 @@ class Trace:
     reads: tuple[Read, ...]
     outputs: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     caches: frozenset[str] = frozenset()
     regions: tuple[Region, ...] = ()
     rows: int | None = None
@@ -47,6 +49,13 @@ class Trace:
         """
         for place in dict.fromkeys(read.place for read in self.reads if not read.checked):
             yield f"{place}: a number is read here that nothing depends on; a run does not read it"
+        if self.left:
+            more = f" and {len(self.left) - 3} more" if len(self.left) > 3 else ""
+            yield (
+                f"the model leaves {', '.join(self.left[:3])}{more} in Python in each call: steps "
+                "of a plan do not, and what a script reads there is as it was; let forward return "
+                "it (pipe.evaluate(batch, outputs=True)), or write it into a buffer"
+            )
         for region in self.regions:
             yield f"{region.name} runs as it is, and is not looked into: {region.why}"
         for place in self.asks_for_gpus if gpus else ():

@@ -240,6 +240,7 @@ class Tracer:
             reads=tuple(reads),
             outputs=found.paths,
             unsteady=found.unsteady,
+            left=found.left,
             caches=frozenset(found.caches),
             regions=tuple(running.region for running in graph.regions.values()),
             rows=None if self.symbolic else count_rows(self.specs, self.leaves),

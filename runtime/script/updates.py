@@ -12,10 +12,12 @@ step: another optimizer may have what it lacks.
 from __future__ import annotations
 
 import hashlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
+from types import FrameType
 from typing import Any
 
 import torch
@@ -97,8 +99,8 @@ class Updates:
 
         Raises:
             ModelError: it changes a parameter by all of its gradient, and this rank has a part of
-                it; or gradients were clipped by the norm of a part; or there were several steps
-                since the last update.
+                it; or torch.amp.GradScaler makes it; or gradients were clipped by the norm of a
+                part; or there were several steps since the last update.
         """
         given = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._stepped |= given
@@ -107,6 +109,12 @@ class Updates:
             return
         self._began = OWN
         self._options |= {_described(optimizer, group) for group in optimizer.param_groups}
+        if scaler := _scaler():
+            raise ModelError(
+                f"torch.amp.GradScaler divides gradients by {scaler.get_scale():g} before an "
+                "update, and pipe.step has not multiplied the loss by that",
+                hint="call optimizer.step() itself; a plan with --precision fp16 scales its loss",
+            )
         if self._dropped and self._clipping.are_of_one_step(self._dropped + 1):
             raise ModelError(
                 f"an update begins after {self._dropped + 1} steps, and pipe.step keeps the last "
@@ -197,6 +205,18 @@ class Updates:
             "rank has it makes something else",
             hint=f"{_planned_for(kind)}; or take an optimizer that {instead}",
         )
+
+
+def _scaler() -> torch.amp.GradScaler | None:
+    """The scaler in whose step an optimizer's step is, if it scales."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == torch.amp.grad_scaler.__name__:
+            found = frame.f_locals.get("self")
+            scales = isinstance(found, torch.amp.GradScaler) and found.get_scale() != 1.0
+            return found if scales else None
+        frame = frame.f_back
+    return None
 
 
 def _of_torch(kind: type[Optimizer]) -> bool:

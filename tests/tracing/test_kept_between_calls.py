@@ -296,3 +296,29 @@ def test_a_buffer_that_is_none_until_the_first_call_is_none_again_for_the_next_t
     graph = trace_model(built(NoneAtFirst), inputs, square).graph
     assert [node.short for node in graph.nodes].count("linspace") == 1
     assert [name for name, state in graph.states.items() if state.kind == "buffer"] == []
+
+
+class ForALog(Net):
+    """What a script shows beside its steps."""
+
+    def begin(self):
+        self.last, self.means, self.calls, self.total = None, [], 0, torch.zeros(())
+        self.known = {}
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        self.last = hidden.detach().mean()
+        self.means.append(self.last)
+        self.calls += 1
+        self.total += self.last
+        self.known.setdefault(hidden.shape[-1], "as each call has it")
+        return hidden
+
+
+def test_what_a_script_alone_reads_is_said():
+    """Python runs once, as the model is traced; no later step sets it, or appends to it."""
+    trace = trace_model(built(ForALog), inputs, square)
+    assert trace.left == ("last", "means", "calls", "total")
+    (line,) = trace.facts(gpus=False)
+    assert line.startswith("the model leaves last, means, calls and 1 more in Python in each call")
+    assert trace_model(built(Net), inputs, square).left == ()

@@ -63,6 +63,7 @@ class Findings:
         caches: the buffers that the model fills in its first run (`eager.assigned_buffers`).
         unsteady: the plain attributes and caches that make a second run differ from the first.
         drawn_once: the functions by which the first run alone draws random numbers.
+        left: the names of values that each run leaves in Python.
         asks_for_others: whether the model has asked for other processes, in the last run of it.
         asks_for_gpus: the user's lines that have asked whether a tensor is on a GPU.
         asks_for_one_row: the user's lines that have asked whether there is one row.
@@ -79,6 +80,7 @@ class Findings:
     caches: set[str] = field(default_factory=set)
     unsteady: tuple[str, ...] = ()
     drawn_once: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     asks_for_others: bool = False
     asks_for_gpus: set[str] = field(default_factory=set)
     asks_for_one_row: set[str] = field(default_factory=set)

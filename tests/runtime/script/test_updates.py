@@ -118,3 +118,16 @@ def test_gradients_that_are_clipped_after_several_steps() -> None:
     nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3)
     with pytest.raises(ModelError, match="after 2 steps"):
         optimizer.step()
+
+
+def test_a_scaler_of_torchs() -> None:
+    """Bug: it divided gradients by a scale that no loss was multiplied by, and nothing was trained
+    without a word."""
+    _, step, optimizer = script()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    step()
+    with pytest.raises(ModelError, match="GradScaler divides gradients by 65536") as refused:
+        scaler.step(optimizer)
+    assert "call optimizer.step() itself" in str(refused.value.hint)
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
