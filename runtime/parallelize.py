@@ -114,7 +114,7 @@ def parallelize(
         held=held.states,
         trained=held.gradients.shards(),
         clipping=clipping,
-        constants=traced.trace.graph.constants,
+        graph=traced.trace.graph,
     )
     return Pipe(
         rank,

@@ -92,16 +92,31 @@ def _stepped(weight: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def gradients_of(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    """The gradients, by backward as in training: reentrant checkpoints refuse autograd.grad."""
-    before = {name: parameter.grad for name, parameter in trained.items()}
-    for parameter in trained.values():
+    """The gradients, by backward as in training: reentrant checkpoints refuse autograd.grad. What
+    else has one, as weights of a loss, has it as before."""
+    before = [(one, one.grad) for one in (*trained.values(), *_leaves(loss))]
+    for parameter, _ in before:
         parameter.grad = None
     try:
         loss.backward()  # type: ignore[no-untyped-call]
         return {name: _dense(parameter.grad) for name, parameter in trained.items()}
     finally:
-        for name, parameter in trained.items():
-            parameter.grad = before[name]
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """The tensors to which backward gives gradients."""
+    pending, seen, found = [loss.grad_fn], set[Any](), list[Tensor]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [after for after, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        found += [leaf] if isinstance(leaf, Tensor) else []
+    return found
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -12,12 +12,15 @@ Ranks with parts of what is trained would move the teacher by their own part alo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from autopipe.errors import ModelError
+from autopipe.ir.dataflow import gradient_values
+from autopipe.ir.graph import Graph, State
 from autopipe.ir.torch_private import is_fake, storage_key
 from autopipe.runtime.script.copied import Sight, look_at, present, values_of
 
@@ -110,3 +113,48 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     """The key of a tensor's storage, and where the tensor begins there."""
     dense = tensor.layout == torch.strided
     return storage_key(tensor), int(tensor.storage_offset()) if dense else 0
+
+
+class Untrained:
+    """Finds an optimizer that is to train what the graph has as a constant.
+
+        HEAD = nn.Linear(8, 8)                              a loss with weights of its own
+        def loss(outputs, batch): return mse(HEAD(outputs), batch["y"])
+        SGD([*pipe.parameters(), *HEAD.parameters()])       plain PyTorch gives them gradients
+
+    One that has a gradient already got it from the script itself, as a discriminator does.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._constants = {
+            _memory(one): n for n, one in graph.constants.items() if not is_fake(one)
+        }
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer that begins a step.
+
+        Raises:
+            ModelError: one of its parameters would have a gradient in plain PyTorch.
+        """
+        given = (one for group in optimizer.param_groups for one in group["params"])
+        for one in given:
+            constant = self._constants.get(_memory(one))
+            if constant is None or not one.requires_grad or one.grad is not None:
+                continue
+            if self._reaches_loss(constant):
+                raise ModelError(
+                    f"{type(optimizer).__name__} is to train a tensor of shape {list(one.shape)} "
+                    f"that the loss reads{self._place(constant)} and that is none of the model's "
+                    "parameters: pipe.step makes no gradient of it",
+                    hint="make it a parameter of the model (self.head = head), and let forward "
+                    "return what the loss reads of it",
+                )
+
+    def _reaches_loss(self, constant: str) -> bool:
+        states = {n: replace(s, trainable=n == constant) for n, s in self._graph.states.items()}
+        return self._graph.outputs[0] in gradient_values(replace(self._graph, states=states))
+
+    def _place(self, constant: str) -> str:
+        readers = (node for node in self._graph.nodes if State(constant) in node.values())
+        return next((f" ({node.place})" for node in readers if node.place), "")

@@ -20,12 +20,13 @@ from autopipe.errors import ModelError
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.user_module import OF_FILES
 from autopipe.ir.fingerprint import fingerprint, first_difference
+from autopipe.ir.graph import Graph
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.script.between import Between, MovedValue
 from autopipe.runtime.script.clipping import Clipping
 from autopipe.runtime.script.copied import Copied, copies_of
 from autopipe.runtime.script.gradient_hooks import GradientHooks
-from autopipe.runtime.script.lent import Lent
+from autopipe.runtime.script.lent import Lent, Untrained
 from autopipe.runtime.script.moved_frozen import MovedFrozen
 from autopipe.runtime.script.stale import Stale
 from autopipe.runtime.script.switched import Switched
@@ -48,7 +49,7 @@ class Unmoved:
         held: the tensors that the rank reads, by name.
         trained: what its optimizer is to update, by name.
         clipping: the rank's.
-        constants: those of the graph, by name.
+        graph: what the model was traced to.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Unmoved:
         held: Mapping[str, Tensor],
         trained: Mapping[str, nn.Parameter],
         clipping: Clipping,
-        constants: Mapping[str, Tensor],
+        graph: Graph,
     ) -> None:
         self._model, self._skeleton, self._example = model, skeleton, example
         self._loss, self._plan = loss, plan
@@ -73,8 +74,8 @@ class Unmoved:
         self._between = Between(self._looked_at, *losses, built=built)
         self._copied = Copied(self._between.models, held)
         self._frozen = MovedFrozen(self._between.models, parts=plan.parted, trained=trained)
-        self._lent = Lent(self._between.others, constants, held, parts=plan.parted)
-        self._updates = Updates(plan, self._looked_at, trained, clipping)
+        self._lent = Lent(self._between.others, graph.constants, held, parts=plan.parted)
+        self._updates = Updates(plan, self._looked_at, trained, clipping, Untrained(graph))
         self._hooks = GradientHooks(plan, self._looked_at, held, trained)
         self._stale: Stale | None = None
         if isinstance(model, nn.Module) and (plan.parted or copies_of(model, held)):

@@ -34,6 +34,7 @@ from autopipe.frontend.optimizer import CUSTOM, ByName, Named
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.script.again import NoOther, another
 from autopipe.runtime.script.clipping import Clipping
+from autopipe.runtime.script.lent import Untrained
 from autopipe.runtime.script.own_numbers import WIDTH, OwnNumbers, Scale, numbers
 from autopipe.runtime.script.part_changes import PartChanges
 
@@ -63,6 +64,7 @@ class Updates:
         model: the module that was given, or a bare one.
         trained: this rank's parameters, by name.
         clipping: knows whether gradients were scaled.
+        untrained: knows what else a loss reads.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class Updates:
         model: nn.Module,
         trained: Mapping[str, nn.Parameter],
         clipping: Clipping,
+        untrained: Untrained,
     ) -> None:
-        self._plan, self._clipping = plan, clipping
+        self._plan, self._clipping, self._untrained = plan, clipping, untrained
         self._trained = {id(parameter): name for name, parameter in trained.items()}
         self._copied = {
             id(one): name
@@ -98,12 +101,14 @@ class Updates:
         """Look at an optimizer that begins a step.
 
         Raises:
-            ModelError: it changes a parameter by all of its gradient, and this rank has a part of
-                it; or torch.amp.GradScaler makes it; or gradients were clipped by the norm of a
-                part; or there were several steps since the last update.
+            ModelError: it is to train what the graph has as a constant; or torch.amp.GradScaler
+                makes it; or it changes a parameter by all of its gradient, and this rank has a part
+                of it; or gradients were clipped by the norm of a part; or there were several steps
+                since the last update.
         """
         given = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._stepped |= given
+        self._untrained.check(optimizer)
         if given.isdisjoint(self._trained):
             self._began = self._began or OF_OTHERS
             return

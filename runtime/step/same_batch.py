@@ -147,9 +147,11 @@ def check_same(
         LaunchError: as `check_same_call`.
     """
     length = row_length.length_in(plan.inputs, leaves) or 0
+    refusal = _computed(leaves) if call == "step" else None
     if world is None:
+        if refusal is not None:
+            raise refusal
         return length
-    refusal: ModelError | None = None
     try:
         rows = count_rows(plan.inputs, leaves)
     except ModelError as error:
@@ -171,6 +173,19 @@ def check_same(
     if not contents:
         _check_marks(plan, marks, sharded=sharded, first_time=False)
     return sum(lengths) / len(lengths)  # over ranks as over replicas, which have as many
+
+
+def _computed(leaves: Mapping[str, Leaf]) -> ModelError | None:
+    """The refusal of a batch that plain PyTorch would give a gradient to, for what has made it."""
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            return ModelError(
+                f"batch[{path!r}] was computed from tensors that require a gradient, and pipe.step "
+                "gives none to what has made a batch",
+                hint="give it detached: x.detach(); what is to be trained with the model is a part "
+                "of it, which forward calls",
+            )
+    return None
 
 
 def _check_updates(plan: Plan, began: Sequence[int], options: Sequence[int]) -> None:

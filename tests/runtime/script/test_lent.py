@@ -106,3 +106,53 @@ def test_a_part_of_what_is_trained_moves_no_teacher(*, parts: bool, copied: bool
             lent.check()
     else:
         lent.check()
+
+
+HEAD = nn.Linear(4, 4)
+
+
+def through_a_head(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """As a loss with centres of its own, outside of the model."""
+    return square(HEAD(outputs), batch)
+
+
+def near_an_unfrozen_teacher(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        target = HEAD(outputs)
+    return square(outputs, batch) + (outputs - target).square().mean()
+
+
+def test_an_optimizer_of_what_only_the_loss_has_is_refused() -> None:
+    """Bug: it was a constant of the graph, had no gradient, and the optimizer passed it over."""
+    pipe = piped(built(Net), through_a_head)
+    pipe.step(inputs(4))
+    for trained in ([*pipe.parameters(), *HEAD.parameters()], [*HEAD.parameters()]):
+        with pytest.raises(ModelError, match=r"SGD is to train .* that the loss reads \(.*test_le"):
+            torch.optim.SGD(trained, lr=0.1).step()
+
+
+def test_an_optimizer_of_what_the_script_itself_has_given_gradients() -> None:
+    """As of a discriminator: its own loss is none of the pipe's."""
+    pipe = piped(built(Net), through_a_head)
+    pipe.step(inputs(4))
+    HEAD(torch.ones(4)).sum().backward()
+    torch.optim.SGD(HEAD.parameters(), lr=0.1).step()
+    HEAD.zero_grad()
+    pipe.step(inputs(4))
+
+
+def test_an_optimizer_of_what_plain_pytorch_gives_no_gradient_either() -> None:
+    pipe = piped(built(Net), near_an_unfrozen_teacher)
+    pipe.step(inputs(4))
+    torch.optim.SGD([*pipe.parameters(), *HEAD.parameters()], lr=0.1).step()
+    pipe.step(inputs(4))
+
+
+def test_a_batch_that_something_else_has_computed() -> None:
+    """Plain PyTorch would train the layer that has made it."""
+    pipe, before = piped(built(Net)), nn.Linear(6, 6)
+    batch = inputs(4)
+    with pytest.raises(ModelError, match=r"batch\['x'\] was computed from tensors that require"):
+        pipe.step({**batch, "x": before(batch["x"])})
+    pipe.step({**batch, "x": before(batch["x"]).detach()})
+    pipe.step({**batch, "x": batch["x"].clone().requires_grad_()})
