@@ -12,11 +12,15 @@ too: they need not be the one that was traced.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import warnings
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopipe.eager.frozen import INTERNAL, frozen
@@ -27,6 +31,12 @@ from autopipe.ir.torch_private import version
 from autopipe.runtime.script.copied import Sight, look_at_any
 
 _GONE = object()
+
+_BY_TEXT = frozenset({"getattr", "vars", "__dict__", "attrgetter"})
+"""What reads attributes by names that are no names in code: `getattr(self, f"scale_{number}")`."""
+
+_MUTABLE = set, deque, bytearray
+"""Containers that are no holders of their own."""
 
 _Buffers = dict[str, tuple[Tensor, int]]
 
@@ -67,11 +77,16 @@ class Between:
 
     def __init__(self, model: nn.Module, *parts: Part, built: bool = True) -> None:
         self.names = read = _read_by((model, *parts))
-        self._places = [_Place(holder, read, None) for holder in holders_of(model, *parts)]
+        self._by_text = not _BY_TEXT.isdisjoint(_read_by((model, *parts), installed=False))
+        self._places = [
+            _Place(holder, None if self._by_text and not holder.shared else read, None)
+            for holder in holders_of(model, *parts)
+        ]
         self._parts = parts
         kept_models = _kept_models(model, self._places) if built else []
         for kept in kept_models:
-            self._places += [_Place(holder, read, kept) for holder in _own_holders(kept)]
+            own = None if self._by_text else read
+            self._places += [_Place(holder, own, kept) for holder in _own_holders(kept)]
         self.watched = [(model, False), *((kept, True) for kept in kept_models)]
         self._buffers = self._buffers_now()
 
@@ -120,12 +135,15 @@ def _as_before(name: str, old: _Buffers, new: _Buffers) -> bool:
 
 
 class _Place:
-    """A holder with its earlier values: those whose names are in `read`, the names in code."""
+    """A holder with its earlier values: those whose names are in `read`, the names in code; None:
+    all of them."""
 
-    def __init__(self, holder: Holder, read: frozenset[str], model: nn.Module | None) -> None:
-        self.holder, self._model = holder, model
-        inside = holder.inside and not read.isdisjoint(re.findall(r"\w+", holder.name))
-        self._read = None if inside else read  # None: all of it
+    def __init__(
+        self, holder: Holder, read: frozenset[str] | None, model: nn.Module | None
+    ) -> None:
+        self.holder, self._model, self._read = holder, model, read
+        if holder.inside and read and not read.isdisjoint(re.findall(r"\w+", holder.name)):
+            self._read = None
         self._note()
 
     def moved(self) -> list[MovedValue]:
@@ -148,16 +166,32 @@ class _Place:
         entries = self.holder.entries
         self._length = len(entries)
         self._seen = [
-            (key, value, look_at_any(value) if isinstance(value, Tensor) else None)
+            (key, value, _elements(value))
             for key, value in list(entries.items())
             if (self._read is None or key in self._read) and key not in INTERNAL
         ]
 
 
-def _same(value: Any, seen: Any, at: Sight | None) -> bool:
-    """Whether a value is the one seen before; of a tensor, whether its elements are."""
-    if isinstance(value, Tensor) and at is not None:
-        return look_at_any(value).alike(at)
+def _elements(value: Any) -> Sight | Hashable:
+    """A look at the elements of a tensor, an array of numpy or a set; None: it has none."""
+    if isinstance(value, Tensor):
+        return look_at_any(value)
+    if isinstance(value, _MUTABLE):
+        return frozen(set(value) if isinstance(value, set) else list(value), deep=False)
+    if type(value).__module__ != "numpy" or getattr(value, "dtype", None) is None:
+        return None
+    with suppress(TypeError, ValueError), warnings.catch_warnings(action="ignore"):
+        return look_at_any(torch.as_tensor(value))  # in the same memory; not of texts or objects
+    return None
+
+
+def _same(value: Any, seen: Any, at: Sight | Hashable) -> bool:
+    """Whether a value is the one seen before; of what has elements, whether these are."""
+    now = None if at is None else _elements(value)
+    if isinstance(now, Sight) and isinstance(at, Sight):
+        return now.alike(at)
+    if at is not None:
+        return type(value) is type(seen) and now == at
     if value is seen:
         return True
     return frozen(value, deep=False) == frozen(seen, deep=False)
@@ -174,15 +208,27 @@ def _own_holders(model: nn.Module) -> list[Holder]:
     return [Holder(path, vars(module)) for path, module in model.named_modules()]
 
 
-def _read_by(parts: Sequence[Part]) -> frozenset[str]:
-    """The names in the code of losses and of modules' classes, and of functions that these call."""
-    modules = (m for model in modules_among(parts) for m in model.modules())
+def _read_by(parts: Sequence[Part], *, installed: bool = True) -> frozenset[str]:
+    """The names in the code of losses, of modules' classes and attributes, and of functions that
+    these call; and the functions' own names.
+
+    Args:
+        installed: whether to look at the code of installed packages too.
+    """
+    modules = [m for model in modules_among(parts) for m in model.modules()]
     kinds = dict.fromkeys(base for module in modules for base in type(module).__mro__)
     own = (value for kind in kinds if kind is not nn.Module for value in vars(kind).values())
-    pending = [*_functions(own), *_functions(used for part in parts for used in used_by(part))]
+    attributes = (value for module in modules for value in list(vars(module).values()))
+    pending = [
+        *_functions((*own, *attributes)),
+        *_functions(used for part in parts for used in used_by(part)),
+    ]
     used = dict.fromkeys(
         one for f in pending for one in used_by(f) if isinstance(one, FunctionType)
     )
+    if not installed:
+        used = {one: None for one in used if "-packages" not in one.__code__.co_filename}
+    own_names = (name for one in used for name in re.findall(r"\w+", one.__qualname__))
     codes = (code for function in used for code in codes_in(function.__code__))
     texts = (
         name
@@ -190,7 +236,7 @@ def _read_by(parts: Sequence[Part]) -> frozenset[str]:
         for name in (*code.co_names, *code.co_freevars, *code.co_consts)
         if isinstance(name, str)
     )
-    return frozenset(("forward", *texts))  # which torch calls
+    return frozenset(("forward", *texts, *own_names))  # which torch calls
 
 
 def _functions(values: Iterable[Any]) -> list[FunctionType]:

@@ -3,6 +3,9 @@
 Plain PyTorch reads such a number in each step; what a model's own calls change, planning sees.
 """
 
+from collections import deque
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -130,6 +133,50 @@ def test_a_tensor_of_the_model_that_is_changed_through_data() -> None:
     step()
     model.mask.data[:4] = 0
     with pytest.raises(ModelError, match="'mask' is another value"):
+        step()
+
+
+class Weighed(Net):
+    def begin(self):
+        self.array, self.queue, self.active = np.array([1.0, 0.5]), deque([1.0]), {"all"}
+        self.scale_1 = 1.0
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden) * float(self.array[0]) * self.queue[0]
+        hidden = hidden if "all" in self.active else 2 * hidden
+        return hidden * getattr(self, f"scale_{len(self.queue)}")
+
+
+WRITES = {
+    "array": lambda model: model.array.fill(0.25),
+    "queue": lambda model: (model.queue.append(0.25), model.queue.popleft()),
+    "active": lambda model: model.active.discard("all"),
+    "scale_1": lambda model: setattr(model, "scale_1", 0.25),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_in_place_or_read_by_text(name: str) -> None:
+    """Bug: an array, a deque and a set stay the same objects, and no code has the name of an
+    attribute that it puts together."""
+    model = built(Weighed)
+    step = piped(model)
+    step()
+    WRITES[name](model)
+    with pytest.raises(ModelError, match=f"'{name}' is another value"):
+        step()
+
+
+def test_a_list_that_is_a_default_of_the_loss() -> None:
+    weights = [1.0]
+
+    def loss(outputs, batch, own=weights):
+        return square(outputs, batch) * own[0]
+
+    step = piped(built(Net), loss)
+    step()
+    weights[0] = 0.5
+    with pytest.raises(ModelError, match="loss' is another value"):
         step()
 
 
