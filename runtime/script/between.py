@@ -187,14 +187,12 @@ def _elements(value: Any) -> Sight | Hashable:
 
 def _same(value: Any, seen: Any, at: Sight | Hashable) -> bool:
     """Whether a value is the one seen before; of what has elements, whether these are."""
-    now = None if at is None else _elements(value)
+    if at is None:  # first, as it is of nearly all
+        return value is seen or frozen(value, deep=False) == frozen(seen, deep=False)
+    now = _elements(value)
     if isinstance(now, Sight) and isinstance(at, Sight):
         return now.alike(at)
-    if at is not None:
-        return type(value) is type(seen) and now == at
-    if value is seen:
-        return True
-    return frozen(value, deep=False) == frozen(seen, deep=False)
+    return type(value) is type(seen) and now == at
 
 
 def _kept_models(model: nn.Module, places: Sequence[_Place]) -> list[nn.Module]:

@@ -13,6 +13,7 @@ that is in evaluation mode as a whole was traced as after `.train()`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,24 +27,39 @@ _HOOKS = (
     *("_backward_hooks", "_backward_pre_hooks"),
 )
 
-_Look = Mapping[str, tuple[bool, Mapping[str, Any], Sequence[Any]]]
-"""The mode of each module, the modules in it, and the hooks on it."""
-
 _BEFORE = "do it before autopipe.plan and autopipe.parallelize, and leave it so"
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A module as it was: its mode as a step has it, the modules in it, and the hooks on it."""
+
+    path: str
+    module: nn.Module
+    mode: bool
+    modules: Mapping[str, Any]
+    hooks: Sequence[Any]
+
+    def same(self, *, as_trained: bool) -> bool:
+        """Whether it is so still."""
+        module, own = self.module, vars(self.module)
+        if (as_trained or module.training) is not self.mode or _hooks(own) != self.hooks:
+            return False
+        return bool(own.get("_modules", {}) == self.modules)
 
 
 class Switched:
     """Watches the modules of models.
 
     Args:
-        models: as of `Between.models`: each with whether a file keeps it beside the one traced.
+        models: as of `Between.watched`: each with whether a file keeps it beside the one traced.
         modes: whether code of the models or the loss asks for a mode.
     """
 
     def __init__(self, models: Iterable[tuple[nn.Module, bool]], *, modes: bool) -> None:
         self._models, self._modes = [*models], modes
         self._began = [model.training for model, _ in self._models]
-        self._looks = self._now()
+        self._looks = [_look(model) for model, _ in self._models]
 
     def check(self) -> None:
         """Refuse a model that was switched to evaluation as a whole.
@@ -63,42 +79,47 @@ class Switched:
 
     def moved(self) -> list[MovedValue]:
         """What has changed since the last call of this, or since this object was made."""
-        before, self._looks = self._looks, self._now()
-        return [
-            MovedValue(name, model if kept else None, _BEFORE)
-            for (model, kept), old, new in zip(self._models, before, self._looks, strict=True)
-            for name in _changed(old, new, modes=self._modes)
-        ]
+        found = []
+        for number, (model, kept) in enumerate(self._models):
+            before, trained = self._looks[number], not model.training
+            if all(look.same(as_trained=trained) for look in before):
+                continue
+            self._looks[number] = _look(model)
+            now = {look.path: look for look in self._looks[number]}
+            pairs = [(old, now[old.path]) for old in before if old.path in now]
+            names = (name for pair in pairs for name in _changed(*pair, modes=self._modes))
+            found += [MovedValue(name, model if kept else None, _BEFORE) for name in names]
+        return found
 
-    def _now(self) -> list[_Look]:
-        return [_look(model) for model, _ in self._models]
 
-
-def _look(model: nn.Module) -> _Look:
+def _look(model: nn.Module) -> list[_Look]:
     as_trained = not model.training
-    return {
-        path: (
+    return [
+        _Look(
+            path,
+            module,
             as_trained or module.training,
             {**vars(module).get("_modules", {})},
-            [hook for hooks in _HOOKS for hook in (vars(module).get(hooks) or {}).values()],
+            _hooks(vars(module)),
         )
         for path, module in model.named_modules()
-    }
+    ]
+
+
+def _hooks(own: Mapping[str, Any]) -> list[Any]:
+    return [hook for hooks in _HOOKS if own.get(hooks) for hook in own[hooks].values()]
 
 
 def _changed(old: _Look, new: _Look, *, modes: bool) -> Iterable[str]:
-    """The names of what differs, of modules that are there before and after."""
-    for path, (mode, modules, hooks) in new.items():
-        if path not in old or new[path] == old[path]:
-            continue
-        mode_before, modules_before, hooks_before = old[path]
-        if modes and mode != mode_before:
-            yield f"{path}.training".strip(".")
-        for name in modules.keys() | modules_before.keys():
-            if modules.get(name) is not modules_before.get(name):
-                yield f"{path}.{name}".strip(".")
-        if hooks != hooks_before:
-            yield f"hooks of {path or 'the model'}"
+    """The names of what differs of a module, or in the place of one."""
+    path = old.path
+    if modes and new.mode != old.mode:
+        yield f"{path}.training".strip(".")
+    for name in dict.fromkeys((*old.modules, *new.modules)):
+        if new.modules.get(name) is not old.modules.get(name):
+            yield f"{path}.{name}".strip(".")
+    if new.hooks != old.hooks:
+        yield f"hooks of {path or 'the model'}"
 
 
 def check_around(call: str, precision: str, device: torch.device) -> None:

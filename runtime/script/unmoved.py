@@ -120,7 +120,6 @@ class Unmoved:
 
     def _note(self) -> None:
         """Take the present values as unchanged."""
-        self._switched.moved()
         self._between.moved()
         self._between.moved_buffers()
         self._copied.written()
