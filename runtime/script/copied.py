@@ -89,15 +89,22 @@ class Copied:
             for name, tensor in values_of(model).items()
             if name in held
         ]
-        self._looks = self._now()
+        self._looks, self._trained = self._now(), False
+
+    def note(self) -> None:
+        """Take the present values as unchanged: a step has run, and its copies may have been
+        trained. From now on a write of the values that a parameter has is one, too: plain PyTorch
+        would go on from them."""
+        self._looks, self._trained = self._now(), True
 
     def written(self) -> tuple[str, bool] | None:
         """The first tensor that was written, or replaced by another one, since the last call of
         this, or since this object was made: its name, and whether this rank reads a copy of it;
         None: there is none."""
         before, self._looks = self._looks, self._now()
+        same = Sight.unwritten_since if self._trained else Sight.same
         pairs = zip(self._places, before, self._looks, strict=True)
-        changed = (place for place, old, new in pairs if not new.same(old))
+        changed = (place for place, old, new in pairs if not same(new, old))
         return next(((place.name, place.copied) for place in changed), None)
 
     def _now(self) -> list[Sight]:

@@ -122,7 +122,7 @@ class Unmoved:
         """Take the present values as unchanged."""
         self._between.moved()
         self._between.moved_buffers()
-        self._copied.written()
+        self._copied.note()
         self._frozen.note()
         self._lent.note()
         if self._stale is not None:

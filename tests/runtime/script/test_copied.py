@@ -35,6 +35,17 @@ def test_what_was_written_back_as_it_was_is_no_change() -> None:
     assert copied.written() is None
 
 
+def test_what_is_written_back_once_training_has_begun() -> None:
+    """Bug: `model.load_state_dict(begun)`, to begin anew, gives the module the values that it has
+    had all along, and the copies trained on."""
+    model = nn.Linear(4, 4)
+    copied = Copied([model], copies_of(model))
+    copied.note()
+    assert copied.written() is None
+    model.load_state_dict(copies_of(model))
+    assert copied.written() == ("weight", True)
+
+
 def test_the_modules_own_weights_may_be_written_and_not_replaced() -> None:
     model = nn.Linear(4, 4)
     held = dict(model.named_parameters())
