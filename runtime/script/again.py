@@ -10,7 +10,7 @@ of its own and without their states.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
@@ -53,11 +53,13 @@ class _Copy:
 
     def __init__(self, instead: Mapping[int, nn.Parameter]) -> None:
         self._known: dict[int, Any] = dict(instead)
+        self._groups: list[Sequence[nn.Parameter]] = []
 
     def optimizer(self, found: Optimizer) -> Optimizer:
         """An optimizer, which may be one that another has."""
         made: Optimizer = object.__new__(type(found))
         self._known[id(found)] = made
+        self._groups += [group["params"] for group in found.param_groups]
         for name, value in vars(found).items():
             if name == "state":
                 vars(made)[name] = defaultdict(dict)
@@ -88,12 +90,28 @@ class _Copy:
             return value.detach().clone()
         return self._container(value)
 
+    def _like(self, kept: Tensor, parameter: nn.Parameter) -> Tensor:
+        """What the other one keeps beside a parameter: a copy of it, or one number."""
+        instead: nn.Parameter = self._known[id(parameter)]
+        if torch.equal(kept, parameter):
+            return instead.detach().clone()
+        number = kept.flatten()[:1]
+        if not bool((kept == number).all()):
+            raise NoOther("it keeps a tensor for each parameter, with values of its own")
+        return torch.zeros_like(instead) + number
+
     def _container(self, value: Any) -> Any:
         kind = type(value)
         if isinstance(value, dict):
             made = defaultdict(value.default_factory) if isinstance(value, defaultdict) else kind()
-            made.update({self.of(key): self.of(one) for key, one in value.items()})
+            for key, one in value.items():
+                beside = id(key) in self._known and _beside(one, key)
+                made[self.of(key)] = self._like(one, key) if beside else self.of(one)
             return made
+        for members in self._groups if kind in (list, tuple) else ():
+            if len(value) == len(members) and all(map(_beside, value, members)):
+                pairs = zip(value, members, strict=True)
+                return kind(self._like(*pair) for pair in pairs if id(pair[1]) in self._known)
         if kind in (list, tuple, set, frozenset):
             return kind(self.of(one) for one in value)
         if kind is MethodType:
@@ -101,3 +119,9 @@ class _Copy:
         if kind is partial:
             return partial(self.of(value.func), *self.of(value.args), **self.of(value.keywords))
         raise NoOther(f"it has a {kind.__name__}, which may have a state")
+
+
+def _beside(kept: Any, parameter: Any) -> bool:
+    """Whether a value is a tensor that an optimizer may keep for a parameter: the slow weights."""
+    tensors = isinstance(kept, Tensor) and isinstance(parameter, Tensor)
+    return tensors and not isinstance(kept, nn.Parameter) and kept.shape == parameter.shape

@@ -67,6 +67,43 @@ def test_what_an_optimizer_of_a_script_changes_together(make: Make, expected: st
     assert not optimizer.state
 
 
+class Lookahead(Around):
+    """Keeps slow weights in lists beside the groups, and their moves by the parameter."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self.slow = [[p.detach().clone() for p in g["params"]] for g in self.param_groups]
+        self.moves = {p: torch.zeros_like(p) for g in self.param_groups for p in g["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it returns a loss
+        super().step(closure)
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            for fast, kept in zip(group["params"], slow, strict=True):
+                self.moves[fast].add_(fast - kept)
+                kept.lerp_(fast, 0.5)
+                fast.copy_(kept)
+
+
+def test_what_it_keeps_beside_its_parameters() -> None:
+    """Bug: copies of the large ones stood beside the small ones, and its step failed."""
+    named = {f"{n}.weight": nn.Parameter(torch.ones(64, 64)) for n in range(2)}
+    optimizer = Lookahead(torch.optim.SGD(named.values(), lr=0.1))
+
+    def again(others: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return another(optimizer, {id(named[name]): one for name, one in others})
+
+    small = {"1.weight": nn.Parameter(torch.full((8, 8), 2.0))}
+    made = again(small.items())
+    assert isinstance(made, Lookahead)
+    assert torch.equal(made.slow[0][0], small["1.weight"]) and len(made.slow[0]) == 1
+    assert made.moves[small["1.weight"]].shape == (8, 8)
+    assert stepped_apart(ByName(again), named) == ELEMENT
+    optimizer.slow[0][0][0] = 3.0
+    with pytest.raises(NoOther, match="a tensor for each parameter, with values of its own"):
+        another(optimizer, {id(named["0.weight"]): small["1.weight"]})
+
+
 def test_its_attributes_and_hooks() -> None:
     """Containers are copied, since a step may write them; hooks are left out."""
     first, second, other = (nn.Parameter(torch.ones(2)) for _ in range(3))
