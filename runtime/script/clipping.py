@@ -77,7 +77,7 @@ class Clipping:
         self._some: Tensor | None = None
         self._last: _Scaled | None = None
         self.parted, self._part_changes = parted, PartChanges(parted)
-        self._moves = Moves((name for name, dims in parted.items() if dims), norms=stages)
+        self._moves = Moves(parted, norms=stages)
         self._scaled = Scale()
 
     @torch.no_grad()

@@ -61,12 +61,13 @@ class Moves:
     """Looks at a rank's weights when a step has ended, and before the next one.
 
     Args:
-        parted: the names of parameters that the rank has a part of.
+        parted: the dims of parameters that the rank has a part of, by name.
         norms: whether ranks of other stages are compared by norms.
     """
 
-    def __init__(self, parted: Iterable[str], *, norms: bool) -> None:
-        self._one = min(parted, default=None)
+    def __init__(self, parted: Mapping[str, Iterable[int]], *, norms: bool) -> None:
+        self._one = min((name for name, dims in parted.items() if dims), default=None)
+        self._parted = parted
         self._norms = norms
         self._seen: _Entries | None = None
 
@@ -95,11 +96,19 @@ class Moves:
         for power in (0, 2):  # SAM, and the adaptive one: along the gradient times squares of w
             along = {n: seen.gradients[n] * seen.weights[n] ** power for n in own}
             every = _factor(changes, along, noise, own) if len(own) > 1 else 0.0
-            one = _factor(changes, along, noise, [n for n in own if n == self._one])
+            one = _factor(changes, along, noise, self._of_one(weights) if self._one in own else ())
             norm = float(seen.norm) if seen.norm is not None and not power else 0.0
             if every or one:
                 return Scale(one, every, abs(every) * norm)
         return Scale()
+
+    def _of_one(self, tensors: Mapping[str, Tensor]) -> Sequence[str]:
+        """The name of the one parameter; none where it has so few rows here that each may have been
+        scaled by itself."""
+        if self._one is None:
+            return ()
+        shape = tensors[self._one].shape
+        return [self._one] if all(shape[dim] > 2 for dim in self._parted[self._one]) else ()
 
     def scaled(self, weights: Mapping[str, nn.Parameter], least: int = 2) -> Scale:
         """By how much the gradients were scaled since, that an optimizer is about to use.
@@ -117,7 +126,9 @@ class Moves:
         if not own:
             return Scale(1.0, 1.0)
         every = _factor(after, seen.gradients, noise, own) if len(own) >= least else 0.0
-        one = _factor(after, seen.gradients, noise, [n for n in after if n == self._one])
+        one = _factor(
+            after, seen.gradients, noise, self._of_one(found) if self._one in after else ()
+        )
         norm = self._norms and every
         return Scale(one, every, float(nn.utils.get_total_norm(found.values())) if norm else 0.0)
 

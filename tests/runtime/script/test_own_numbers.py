@@ -66,7 +66,7 @@ Change = Callable[[Mapping[str, nn.Parameter]], object]
 
 
 def moved(weights: dict[str, nn.Parameter], change: Change, *, norms: bool = True) -> Scale | None:
-    moves = Moves(["weight"], norms=norms)
+    moves = Moves({"weight": [0]}, norms=norms)
     moves.note(weights)
     change(weights)
     return moves.moved(weights)
@@ -82,6 +82,16 @@ def test_a_move_along_the_gradient() -> None:
     assert found.norm == pytest.approx(0.05, rel=1e-4)
 
 
+def test_rows_that_are_scaled_each_by_its_own_norm() -> None:
+    """Which a rank of few rows has whole: no number for all of them."""
+    for parted, known in (([0], True), ([1], False)):
+        moves, weights = Moves({"weight": parted}, norms=False), part(0)
+        weights["weight"].data, weights["weight"].grad = torch.ones(40, 2), torch.ones(40, 2)
+        moves.note(weights)
+        weights["weight"].grad *= 0.5
+        assert bool(moves.scaled(weights).one) is known
+
+
 def test_other_moves() -> None:
     assert moved(part(0), lambda weights: None) is None
     assert moved(part(0), decayed) == NOTHING
@@ -93,7 +103,7 @@ def test_other_moves() -> None:
 
 def test_gradients_that_are_scaled() -> None:
     weights = part(0)
-    moves = Moves([], norms=True)
+    moves = Moves({}, norms=True)
     moves.note(weights)
     assert moves.scaled(weights) == Scale(1.0, 1.0), "they were not"
     nn.utils.clip_grad_norm_(weights.values(), 0.5)
@@ -106,7 +116,7 @@ def test_gradients_that_are_scaled() -> None:
 def test_one_gradient_that_is_clipped_by_its_own_norm() -> None:
     """A stage has all of it, so that each stage may have another factor."""
     weights = part(0)
-    moves = Moves([], norms=True)
+    moves = Moves({}, norms=True)
     moves.note(weights)
     nn.utils.clip_grad_norm_([weights["weight"]], 0.5)
     assert moves.scaled(weights) == NOTHING
