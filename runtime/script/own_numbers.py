@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from autopipe.errors import ModelError
 from autopipe.planfile.contents import Plan
-from autopipe.runtime.script.copied import some_of
 
 SAMPLED, OF = 256, 4
 """So many entries of so many weights tell by how much all are scaled or moved."""
@@ -146,14 +145,20 @@ class OwnNumbers:
         Raises:
             ModelError: two ranks have scaled by numbers of their own.
         """
-        heard = [_heard(of_rank) for of_rank in told]
-        for what, scales in zip(_WORDS, zip(*heard, strict=True), strict=True):
-            for one, other in combinations(self._places, 2):
-                pair = scales[one.rank], scales[other.rank]
-                ranks = one.rank, other.rank
-                two = one.pp != other.pp
-                apart = self._of_two(what, ranks, *pair) if two else _of_one_stage(*pair)
-                if apart is not None:
+        unlike = {(place.pp, *told[place.rank]): place for place in reversed(self._places)}
+        heard = {place.rank: _heard(told[place.rank]) for place in unlike.values()}
+        places = sorted(unlike.values(), key=lambda place: place.rank)  # few, of thousands
+        for number, what in enumerate(_WORDS):
+            scales = {rank: of_rank[number] for rank, of_rank in heard.items()}
+            stages, ones = dict[int, int](), dict[int, int]()  # the first rank of each that tells
+            for place in places:
+                scale = scales[place.rank]
+                for known in (*[stages] * bool(scale.every), *[ones] * bool(scale.one)):
+                    first = known.setdefault(place.pp, place.rank)
+                    if apart := _of_one_stage(scales[first], scale):
+                        raise _error(what, (first, place.rank), apart)
+            for ranks in combinations(stages.values(), 2):
+                if apart := self._of_two(what, ranks, *(scales[rank] for rank in ranks)):
                     raise _error(what, ranks, apart)
 
     def _of_two(
@@ -212,7 +217,11 @@ def _error(what: str, ranks: tuple[int, int], factors: tuple[float, float]) -> M
 
 def _some(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
     """Some entries of each of these, float32."""
-    return {name: some_of(tensors[name], SAMPLED).float().clone() for name in names}
+    found = {}
+    for name in names:
+        flat = tensors[name].detach().reshape(-1)  # a gradient may lie otherwise than its weight
+        found[name] = flat[:: flat.numel() // SAMPLED | 1].float().clone()
+    return found
 
 
 def _noise(tensor: Tensor, entries: Tensor) -> Tensor:

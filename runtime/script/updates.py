@@ -54,7 +54,7 @@ class Since:
     """
 
     numbers: tuple[int, ...] = (0,) * (2 + WIDTH)
-    check: Callable[[Sequence[Sequence[int]]], object] = len
+    check: Callable[[Sequence[Sequence[int]]], object] = len  # of a call that is no step
 
 
 class Updates:
