@@ -32,6 +32,7 @@ from autopipe.eager.holders import holders_of, modules_among, tensors_of
 from autopipe.errors import ModelError
 from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
+from autopipe.frontend.training_mode import put_into
 from autopipe.ir.graph import Graph
 from autopipe.opaque import branches
 from autopipe.planfile.contents import BATCH, Plan
@@ -56,8 +57,7 @@ _OF_LOSS = "of the loss: "  # what the names of its buffers begin with
 
 
 def built(file: ModelFile) -> nn.Module:
-    """The model with the weights that the ranks of a run give it, in training; one that is in
-    training already keeps the parts that it has put into evaluation (a frozen batch norm)."""
+    """The model with the weights that the ranks of a run give it, in training."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = file.model()
@@ -65,7 +65,7 @@ def built(file: ModelFile) -> nn.Module:
             torch.manual_seed(SEED)
             with on_cpu():
                 model = file.model()
-    return model if model.training else model.train()
+    return put_into(model, training=True)
 
 
 class Unsplit:

@@ -8,5 +8,5 @@ Never found here: making a graph (`tracing`), plans, processes.
 Other rooms use: `model_file.load`, `loss.Loss`, `.outputs_to_loss`, `.check_trained`,
 `measured_optimizer.stepped_apart`, `.named_apart`, `.optimizer_factor`, `construct.build_fake`,
 `user_lines.here`, `.of_error`, `quiet.libraries_hushed`, `transformers_adapter.initialiser`,
-`.narrowed`.
+`.narrowed`, `training_mode.put_into`.
 """

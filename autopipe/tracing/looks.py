@@ -27,6 +27,7 @@ from autopipe.eager.taint import Taint
 from autopipe.errors import AutopipeError, CaptureError, DrawnBranch, ModelError, OtherBranch
 from autopipe.frontend import refusals, user_lines
 from autopipe.frontend.quiet import libraries_hushed
+from autopipe.frontend.training_mode import put_into
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import patched
 from autopipe.ir.torch_private import DynamicOutputShapeException, FakeTensor, quiet
@@ -320,8 +321,7 @@ def _record(
     program.twins += (program.model,)
     try:
         with parameters_in(program.model, program.kept):
-            if program.model.training != program.training:
-                program.model.train(program.training)
+            put_into(program.model, program.training)
             try:
                 return runs.reads(nullcontext)
             except NeedsNumbers:

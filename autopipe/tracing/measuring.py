@@ -22,6 +22,7 @@ from autopipe.eager.frozen import numbered
 from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend.quiet import libraries_hushed
+from autopipe.frontend.training_mode import put_into
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
 from autopipe.ir.torch_private import version
@@ -97,8 +98,7 @@ class Measuring:
             with_loss(model, program.loss),
             frozen_as_before(model),
         ):
-            if model.training != program.training:
-                model.train(program.training)
+            put_into(model, program.training)
             self._check_again(eager)
             unlike = other_rows or ends
             try:

@@ -10,6 +10,7 @@ from autopipe.batch.arguments import forward_arguments
 from autopipe.batch.tree import flatten
 from autopipe.eager import refused_effects
 from autopipe.frontend.loss import Loss, check_arguments
+from autopipe.frontend.training_mode import put_into
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import Region
 from autopipe.tracing.capture.export import tensors_of
@@ -67,8 +68,7 @@ def trace(
     leaves = flatten(batch)
     forward_arguments(model, batch, loss)
     check_arguments(loss)
-    if model.training != training:  # a model in training keeps what parts of it are set to
-        model.train(training)
+    put_into(model, training)
     if training:
         for module in (model, *([] if original is None else [original])):
             refused_effects.check_model(module)

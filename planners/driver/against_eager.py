@@ -32,6 +32,7 @@ from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import unwritten
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.refusals import on_every_rank, on_later_rows, reason
+from autopipe.frontend.training_mode import put_into
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse, is_random, written_parameters
@@ -230,8 +231,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
     buffers = buffers_of(model)
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     with restoring(model), caches_put_back(model):
-        if not model.training:  # as `trace`: one in training keeps what parts of it are set to
-            model.train()
+        put_into(model, training=True)
         try:
             yield
         finally:
