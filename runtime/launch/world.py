@@ -73,8 +73,22 @@ def world_from(
         None: the environment has neither, so the process runs alone.
 
     Raises:
-        LaunchError: a variable is missing or not a number, or the first node has no address.
+        LaunchError: a variable is missing or not a number, there is no such rank, or the first node
+            has no address.
     """
+    found = _world_from(environ, nodelist)
+    if found is not None and not (
+        found.rank < found.size and found.local_rank < found.local_size <= found.size
+    ):
+        raise LaunchError(
+            f"this is rank {found.rank} of {found.size} in the environment, and rank "
+            f"{found.local_rank} of {found.local_size} on its node: there is no such rank",
+            hint="start the processes with torchrun or srun, which number them from 0",
+        )
+    return found
+
+
+def _world_from(environ: Mapping[str, str], nodelist: Callable[[str], str] | None) -> World | None:
     if "RANK" in environ:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         rank, size, local_rank, local_size, node = (_number(environ, name) for name in names)

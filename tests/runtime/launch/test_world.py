@@ -129,6 +129,13 @@ def test_a_place_where_nobody_listens(name: str, value: str, expected: str) -> N
         world_from({**TORCHRUN, name: value})
 
 
+@pytest.mark.parametrize(("name", "value"), [("RANK", "99"), ("LOCAL_WORLD_SIZE", "0")])
+def test_a_rank_that_there_is_not(name: str, value: str) -> None:
+    """Bug: it ended without a word after half a minute, or in a ZeroDivisionError."""
+    with pytest.raises(LaunchError, match="in the environment, and .*: there is no such rank"):
+        world_from({**TORCHRUN, name: value})
+
+
 def test_tasks_per_node() -> None:
     assert tasks_per_node("4") == [4]
     assert tasks_per_node("2(x2),1") == [2, 2, 1]
