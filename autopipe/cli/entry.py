@@ -102,10 +102,16 @@ def _call(
         function: what it runs; None: the argv says.
     """
     console.forget()
-    console.replace_what_cannot_be_printed()
+    console.open_streams()
     try:
         usage.check_words(next((f"{name} {w}" for w in argv if w in FUNCTIONS), name), argv)
-        code = command(args=list(argv), prog_name=name, standalone_mode=False)
+        try:
+            code = command(args=list(argv), prog_name=name, standalone_mode=False)
+        except OSError as error:
+            if error.filename is None:
+                console.flush_data("\n")  # if stdout is why, this fails as well, and says so
+            raise
+        console.flush_data()
     except (AutopipeError, usage.UsageError) as error:
         _end(_mistake(error, name, argv, function))
     except typer.Abort:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import Any, TextIO
 
+from autopipe.errors import AutopipeError
 from autopipe.util import self_checks
 
 
@@ -31,11 +33,36 @@ def forget() -> None:
     _manner.debug = _manner.quiet = False
 
 
-def replace_what_cannot_be_printed() -> None:
-    """Print ? for characters that the terminal's encoding lacks: table lines in ISO-8859-1."""
+def open_streams() -> None:
+    """Print to nowhere what would go to a stream that was closed (`>&-`), which is None in Python,
+    and ? for characters that the terminal's encoding lacks: table lines in ISO-8859-1."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="replace")
+
+
+def flush_data(more: str = "") -> None:
+    """Write what is printed to stdout now; if nobody reads it (`| head`), end without a word.
+
+    Args:
+        more: text to print first.
+
+    Raises:
+        AutopipeError: the system refuses, in its own words.
+    """
+    try:
+        print(more, end="", flush=True)
+    except OSError as error:
+        with suppress(OSError, ValueError):  # what is left would be tried once more at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)
+        raise AutopipeError(
+            f"stdout cannot be written: {error.strerror}",
+            hint="make room where the shell sends it, or send it elsewhere",
+        ) from error
 
 
 def ask(*, debug: bool, quiet: bool) -> None:

@@ -24,6 +24,32 @@ def test_a_ctrl_c_before_there_is_a_command(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is full")
+@pytest.mark.parametrize(
+    ("words", "code", "error"),
+    [
+        ("simulate zb-v --ranks 2 >&-", 0, ""),
+        ("simulate zb-v --ranks 2 >&- 2>&-", 0, ""),
+        (
+            "simulate zb-v --ranks 2 > /dev/full",
+            2,
+            "error: stdout cannot be written: No space left on device\n\n"
+            "hint: make room where the shell sends it, or send it elsewhere\n",
+        ),
+    ],
+)
+def test_stdout_is_closed_or_full(words: str, code: int, error: str) -> None:
+    """Bug: `'NoneType' object has no attribute 'isatty'`, on stdout if stderr was closed; and
+    `OSError: [Errno 28]` with code 1, which the person who made the disk full can mend."""
+    done = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m autopipe {words}"],
+        env={"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", error)
+
+
 # --- what is not loaded
 
 SLOW = ("torch", "transformers", "scipy", "sympy", "pandas")
