@@ -1,4 +1,4 @@
-"""Names of hosts -> addresses, and the network interface of this host towards one of them.
+"""Names of hosts -> addresses, and the ports and network interfaces of this host.
 
 A name that has no address is an error. This host is no substitute for it: every node would then
 wait for the ranks of the other nodes at its own address.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 from autopipe.errors import LaunchError
 
@@ -89,3 +89,38 @@ def _address_of(probe: socket.socket, interface: str) -> str | None:
     except (ImportError, OSError):  # not on Linux; an interface without an address
         return None
     return socket.inet_ntoa(answer[20:24])
+
+
+def check_interfaces(environ: Mapping[str, str]) -> None:
+    """Refuse a GLOO_SOCKET_IFNAME that names no interface of this host.
+
+    Raises:
+        LaunchError: names those that there are.
+    """
+    here = [name for _, name in socket.if_nameindex()]
+    asked = environ.get("GLOO_SOCKET_IFNAME", "")
+    if asked and not {*asked.split(",")} <= {*here}:
+        raise LaunchError(
+            f"GLOO_SOCKET_IFNAME is {asked!r} in the environment, and this host has the interfaces "
+            f"{', '.join(here)}",
+            hint="export one of them, or none of them: another node may have others",
+        )
+
+
+@contextmanager
+def listening(port: int) -> Iterator[None]:
+    """Within, torch begins to listen on a port of this host.
+
+    Raises:
+        LaunchError: another process listens there.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistNetworkError
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise LaunchError(
+            f"rank 0 cannot listen on port {port} of this host: another process does, of another "
+            "run or a second rank 0 of this one",
+            hint="export another MASTER_PORT on every node; torchrun takes --master-port",
+        ) from error

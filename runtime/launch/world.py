@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from autopipe.errors import LaunchError
-from autopipe.runtime.launch.address import resolve, towards
+from autopipe.runtime.launch.address import check_interfaces, listening, resolve, towards
 from autopipe.runtime.launch.attempt import of_this_attempt
 from autopipe.runtime.launch.spawn import cores
 from autopipe.runtime.launch.spawn import spawn as spawn
@@ -221,8 +221,8 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
             launcher's.
 
     Raises:
-        LaunchError: rank 0's host has no address, or gloo would announce an address of this host
-            that the other nodes cannot reach.
+        LaunchError: rank 0's host has no address, or its port is taken; or gloo would announce an
+            address of this host that the other nodes cannot reach, or an interface that is none.
     """
     import torch
     import torch.distributed as dist
@@ -230,20 +230,22 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
     if world.local_size < world.size:
         resolve(world.master_addr)  # torch would retry until the timeout
     device = interface(world, os.environ)
+    check_interfaces(os.environ)
     torch.set_num_threads(max(1, cores() // world.local_size))
     limit = timedelta(seconds=timeout)
     # As in torch's own rendezvous: with this variable the agent holds the store, not rank 0.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     planned = world if rank is None else replace(world, rank=rank)
     with _gloo_over(device), _group_ended():
-        tcp = dist.TCPStore(  # type: ignore[attr-defined]  # public all the same
-            world.master_addr,
-            world.master_port,
-            world.size,
-            is_master=world.rank == 0 and not agent,
-            timeout=limit,
-            multi_tenant=not agent,
-        )
+        with listening(world.master_port):
+            tcp = dist.TCPStore(  # type: ignore[attr-defined]  # public all the same
+                world.master_addr,
+                world.master_port,
+                world.size,
+                is_master=world.rank == 0 and not agent,
+                timeout=limit,
+                multi_tenant=not agent,
+            )
         # An agent's store outlives the workers, and may still have the addresses of dead ones.
         store = tcp if not agent else of_this_attempt(tcp, planned.rank, world.size, timeout)
         with _watch(planned, store) as watchdog:

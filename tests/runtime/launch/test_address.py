@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+from torch import distributed
 
 from autopipe.errors import LaunchError
 from autopipe.runtime.launch import address
@@ -47,3 +48,27 @@ def test_the_interface_towards_a_host() -> None:
     if "lo" in [name for _, name in socket.if_nameindex()]:
         assert address.towards("127.0.0.1") == "lo"
     assert address.towards("no address") is None
+
+
+def test_an_interface_that_is_none() -> None:
+    """Bug: an "enforce fail" of gloo's, with --debug for a hint."""
+    here = [name for _, name in socket.if_nameindex()]
+    address.check_interfaces({})
+    address.check_interfaces({"GLOO_SOCKET_IFNAME": ",".join(here)})
+    with pytest.raises(LaunchError) as error:
+        address.check_interfaces({"GLOO_SOCKET_IFNAME": f"{here[0]},none7"})
+    assert error.value.message == (
+        f"GLOO_SOCKET_IFNAME is '{here[0]},none7' in the environment, and this host has the "
+        f"interfaces {', '.join(here)}"
+    )
+
+
+def test_a_port_where_somebody_listens() -> None:
+    """Bug: a DistNetworkError with code 1, which is for what no user can mend."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(LaunchError) as error, address.listening(port):
+            distributed.TCPStore("127.0.0.1", port, 1, is_master=True)  # type: ignore[attr-defined]
+    assert error.value.message.startswith(f"rank 0 cannot listen on port {port} of this host: ")
+    with pytest.raises(RuntimeError, match="anything else"), address.listening(port):
+        raise RuntimeError("anything else")
