@@ -89,6 +89,8 @@ def _hint(error: OSError, otherwise: str) -> str:
     """The next thing to try after an error of the operating system."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "make room on its disk, or name a folder on another one"
+    if error.errno == errno.EFBIG:
+        return "`ulimit -f` says how large a file may be here; a file system may have its own limit"
     if error.errno == errno.EISDIR:
         return "it is a folder: name a file in it"
     return otherwise

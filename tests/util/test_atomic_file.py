@@ -32,6 +32,17 @@ def test_a_disk_that_is_full_leaves_the_old_file_and_nothing_else(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_limit_on_the_size_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the hint asked whether the folder was there."""
+
+    def too_large(descriptor: int) -> None:
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(os, "fsync", too_large)
+    with pytest.raises(AutopipeError, match="File too large\nhint: `ulimit -f` says how large"):
+        atomic_file.write("new", tmp_path / "file")
+
+
 def test_a_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(AutopipeError, match="Is a directory\nhint: it is a folder: name a file"):
         atomic_file.write("new", tmp_path)
