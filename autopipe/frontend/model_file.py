@@ -197,8 +197,16 @@ def load(source: str) -> ModelFile:
     seeding.begin_beside_torch(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a loss's frozen part is the same on every rank
-        found, factory = imported(source)
+        with torch.enable_grad():
+            found, factory = imported(source)
+            trains = torch.is_grad_enabled()
         drawn = seeding.places()
+    if not trains:
+        raise ModelError(
+            f"{source} turns gradients off for all that comes after it",
+            hint="torch.set_grad_enabled(False) belongs into a `with`, or behind "
+            '`if __name__ == "__main__":`',
+        )
     names = UserModule(found, source)
     build = names.required(factory, "", "builds the model", gives="nn.Module")
     inputs = names.required("inputs", "batch_size", "gives an example batch")

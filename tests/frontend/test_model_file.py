@@ -338,6 +338,13 @@ def test_a_program_that_ends_when_it_is_imported() -> None:
     assert error.hint is not None and "__main__" in error.hint
 
 
+def test_gradients_that_it_turns_off() -> None:
+    """Bug: it was planned, and its run was told to call pipe.step outside of torch.no_grad()."""
+    error = refused("import torch\ntorch.set_grad_enabled(False)\n" + SMALLEST)
+    assert error.message == "net.py turns gradients off for all that comes after it"
+    assert torch.is_grad_enabled()
+
+
 OPTIONS = """
 import argparse
 def options():
