@@ -31,8 +31,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from autopipe.errors import ModelError
+from autopipe.errors import ModelError, PlanError
 from autopipe.frontend.construct import build_fake
+from autopipe.util import json_text
 
 SCHEME = "hf:"
 
@@ -208,6 +209,10 @@ def _configuration(folder: Path) -> tuple[Any, Any]:
             f"hf:{folder} is read by transformers, which is not installed",
             hint="pip install transformers",
         ) from error
+    try:
+        json_text.parse(folder / "config.json", "configuration")
+    except PlanError as error:
+        raise ModelError(error.message, hint=error.hint) from error
     try:
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False

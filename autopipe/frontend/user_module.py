@@ -244,6 +244,8 @@ def _guarded(function: Callable[..., Any], source: str, name: str, gives: str | 
 def _by_path(path: Path) -> ModuleType:
     if not path.is_file():
         hint = hf_folder.hint_for(path) or "autopipe plan model.py"
+        if path.suffix not in ("", ".py") and all(map(str.isidentifier, str(path).split("."))):
+            hint = f"{path}:model names the function model() of a module"
         what = ", it is a folder" if path.is_dir() else ""
         raise ModelError(f"there is no model file {str(path)!r}{what}", hint=hint)
     if path.suffix != ".py":
@@ -273,6 +275,11 @@ def _by_name(name: str) -> ModuleType:
             f"{name!r} is a file, and what stands before a colon is a module",
             hint=f"autopipe plan {name}, where the function is called model(); "
             f"or {name.removesuffix('.py').replace('/', '.')}:FUNCTION",
+        )
+    if not all(map(str.isidentifier, name.split("."))):
+        raise ModelError(
+            f"{name!r} is no name of a module, which is what stands before a colon",
+            hint="autopipe plan package.module:function",
         )
     sys.path.insert(0, str(Path.cwd()))
     try:

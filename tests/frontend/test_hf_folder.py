@@ -164,6 +164,14 @@ def test_refusals(
     assert hint in (refused.value.hint or "")
 
 
+def test_a_configuration_that_was_not_copied_whole(tmp_path: Path) -> None:
+    config = folder(tmp_path) / "config.json"
+    config.write_text(config.read_text()[:40])
+    with pytest.raises(ModelError, match="config.json, line 1") as refused:
+        model_file.load(f"hf:{tmp_path}")
+    assert "code of its own" not in str(refused.value)
+
+
 @pytest.mark.long
 def test_experts_that_transformers_stacks_as_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

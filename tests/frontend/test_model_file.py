@@ -304,6 +304,14 @@ def test_no_file() -> None:
     assert str(error.value) == "there is no model file 'gone.py'\nhint: autopipe plan model.py"
 
 
+def test_a_module_without_a_function_and_no_module() -> None:
+    with pytest.raises(ModelError) as error:
+        model_file.load("package.net")
+    assert error.value.hint == "package.net:model names the function model() of a module"
+    with pytest.raises(ModelError, match="'..net' is no name of a module"):
+        model_file.load("..net:model")
+
+
 def test_a_folder() -> None:
     with pytest.raises(ModelError, match="there is no model file '.', it is a folder"):
         model_file.load(".")
