@@ -221,6 +221,8 @@ def _some(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tens
     found = {}
     for name in names:
         flat = tensors[name].detach().reshape(-1)  # a gradient may lie otherwise than its weight
+        if flat.is_complex():
+            flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
         found[name] = flat[:: flat.numel() // SAMPLED | 1].float().clone()
     return found
 

@@ -19,7 +19,7 @@ from autopipe.planners.model.keeping_less import largest_block
 from autopipe.planners.model.places import StagePlace, places
 from autopipe.planners.model.problem import Config, Problem, splits
 from autopipe.planners.model.range_tables import Tables, tables
-from autopipe.planners.model.stage_costs import reduce_seconds, stage_seconds, wire_rate
+from autopipe.planners.model.stage_costs import reduce_seconds, stage_work, wire_rate
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.device_orders import orders
 from autopipe.planners.search.dynamic import Objective
@@ -94,7 +94,7 @@ def period(
                 *(ranges, problem, config, place.in_flight, dropped, there), waiting=place.waiting
             )
             if memory.excess(int(of.peak), place.room) <= 0:
-                seconds = float(stage_seconds(problem, config, place, ranges, extra).whole)
+                seconds = float(stage_work(problem, config, place, ranges).seconds(extra).whole)
                 if place.before is not None:
                     sent = ranges.sent + ranges.sent_gradient
                     seconds += float(sent) / wire_rate(problem, config, place.before)
