@@ -26,7 +26,7 @@ SAMPLED, OF = 256, 4
 """So many entries of so many weights tell by how much all are scaled or moved."""
 
 ALIKE, UNLIKE = 1e-3, 1e-2
-"""Numbers whose difference is a smaller share are one; with a larger one, two. Roundings are less."""
+"""Shares of a number: two that differ by less are one, and by more are two. Roundings are less."""
 
 WIDTH = 6
 """The numbers that a rank tells of itself."""
