@@ -24,11 +24,8 @@ from autopipe.planfile.parts import Place
 from autopipe.planfile.placements import I, Sharding
 from autopipe.runtime.parameters.gradient_sum import Gradients, multiply, total_norm
 from autopipe.runtime.script.copied import some_of
-from autopipe.runtime.script.own_numbers import Moves, Scale
+from autopipe.runtime.script.own_numbers import OF, SAMPLED, Moves, Scale
 from autopipe.runtime.script.part_changes import PartChanges
-
-SAMPLED, OF = 256, 4
-"""So many entries of so many gradients tell whether a script has scaled all of them alike."""
 
 
 @dataclass(frozen=True)

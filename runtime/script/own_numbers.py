@@ -23,7 +23,7 @@ from autopipe.errors import ModelError
 from autopipe.planfile.contents import Plan
 
 SAMPLED, OF = 256, 4
-"""So many entries of so many weights tell by how much all are scaled or moved."""
+"""So many entries of so many weights, or gradients, tell by how much all are moved, or scaled."""
 
 ALIKE, UNLIKE = 1e-3, 1e-2
 """Shares of a number: two that differ by less are one, and by more are two. Roundings are less."""
