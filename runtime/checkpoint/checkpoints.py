@@ -90,6 +90,7 @@ class Checkpoints:
         self._run: str = self._from_first(lambda: secrets.token_hex(4))
         self._writing: _Writing | None = None
         self._failed: str | None = None
+        self._seen: set[int] | None = None  # on rank 0, the steps of checkpoints in the folder
 
     def load(self, content: Content) -> Loaded | None:
         """Load the newest checkpoint that is whole; the folder itself, if it is a checkpoint.
@@ -218,12 +219,27 @@ class Checkpoints:
         newest = folders.checkpoints_in(self._folder)
         if newest and newest[0][0] > writing.step:
             return f"{newest[0][1]} is of a later step, so of another run: take another folder"
+        self._tell_of_others({step for step, _ in newest})
         try:
             Stored.open(writing.partial)  # nodes with disks of their own lack each other's files
             folders.commit(writing.partial, self._keep)
         except (AutopipeError, OSError) as error:
             return _described(error)
+        self._seen = {step for step, _ in folders.checkpoints_in(self._folder)}
         return None
+
+    def _tell_of_others(self, steps: set[int]) -> None:
+        """Say of checkpoints that have come into the folder since this run's last one.
+
+        Two runs that are equally quick would take turns there: a later run would go on from the
+        weights of either.
+        """
+        others = steps - self._seen if self._seen is not None else set()
+        if others:
+            self._say(
+                f"{self._folder / folders.step_name(max(others))} is of another run, which saves "
+                "there at the same time: give each run a folder of its own"
+            )
 
     def _offered(self) -> list[Path]:
         """The checkpoints that may be loaded, newest first, once partial ones are dealt with."""

@@ -161,6 +161,18 @@ def test_a_folder_of_another_run(run: Run) -> None:
         saving.close()
 
 
+def test_two_runs_that_save_to_one_folder_at_the_same_time(run: Run) -> None:
+    """Bug: they replaced each other's checkpoints without a word."""
+    one, other = run.checkpoints(), run.checkpoints()
+    run.said.clear()
+    for step in (4, 5):
+        run.pipe.steps = step
+        run.save(one)
+        run.save(other)
+    (said,) = run.said
+    assert said.startswith(f"{run.folder / 'step-00000005'} is of another run, which saves there")
+
+
 # The disk
 
 
