@@ -40,6 +40,9 @@ SCHEME = "hf:"
 LENGTH = 1024
 """Tokens of a row by default, or as many as the model has positions for, if fewer."""
 
+MULTIPLE = 8
+"""Rows have a multiple of so many tokens: RoBERTa has 514 positions for 512 tokens."""
+
 IMAGE = 224
 """Pixels of a side of an image where the configuration does not say."""
 
@@ -277,7 +280,8 @@ def _length(config: Any) -> int:
         for key in ("max_position_embeddings", "n_positions", "max_target_positions")
         if isinstance(value := getattr(config, key, None), int) and value > 0
     ]
-    return min([LENGTH, *most])
+    least = min([LENGTH, *most])
+    return least - least % MULTIPLE if least > MULTIPLE else least
 
 
 def _words(config: Any, rows: int, tokens: int) -> Tensor:

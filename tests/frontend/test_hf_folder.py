@@ -26,6 +26,10 @@ FAMILIES = {
     "LlamaForCausalLM": ("llama", TEXT | {"intermediate_size": 16, "max_position_embeddings": 32}),
     "GPT2LMHeadModel": ("gpt2", {"vocab_size": 61, "n_embd": 8, "n_layer": 2, "n_head": 2}),
     "BertForMaskedLM": ("bert", TEXT | {"intermediate_size": 16}),
+    "RobertaForMaskedLM": (
+        "roberta",
+        TEXT | {"intermediate_size": 16, "max_position_embeddings": 34, "pad_token_id": 1},
+    ),
     "BertForSequenceClassification": ("bert", TEXT | {"intermediate_size": 16}),
     "LlamaForSequenceClassification": (
         "llama",
@@ -89,6 +93,13 @@ def test_rows_have_the_length_that_is_asked_for_or_all_places_of_a_small_model(
 ) -> None:
     assert words(model_file.load(f"hf:{folder(tmp_path)}")) == 32
     assert words(model_file.load(f"hf:{tmp_path}?length=8")) == 8
+
+
+def test_a_model_that_counts_positions_from_2_takes_its_rows(tmp_path: Path) -> None:
+    """Bug: roberta-base has 514 positions, and rows of as many tokens raised an error."""
+    file = model_file.load(f"hf:{folder(tmp_path, 'RobertaForMaskedLM')}")
+    assert words(file) == 32
+    assert file.model()(**file.inputs(2)).loss.isfinite()
 
 
 def words(file: ModelFile) -> int:
