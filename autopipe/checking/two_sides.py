@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +48,9 @@ MISTAKE = 2
 
 Spawn = Callable[[int, Sequence[str]], int]
 """Runs `autopipe` with some arguments in a number of processes; returns the first nonzero code."""
+
+_OF_AUTOPIPE = AutopipeError, Unmatched, Unrepeatable
+"""What a run of the unsplit model may raise that is no mistake of the model's."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +117,8 @@ class TwoSides:
         if plan.mesh.tp > 1 or plan.loss_over == BATCH:
             with phase("looking for random numbers"), self._as_planned():
                 unsplit = Unsplit(self.case.file, plan, self._nodes, None)
-                try:
+                with _with_users_line():
                     unsplit.step(batch, 1.0)
-                except (AutopipeError, Unmatched, Unrepeatable):
-                    raise
-                except Exception as error:  # whatever the user's model raises
-                    raise fails_by_itself(error) from error
             if unsplit.draws:
                 raise Unrepeatable
 
@@ -145,13 +144,14 @@ class TwoSides:
         return replace(found, failure=what, refused=code == MISTAKE)
 
     def _check_by_itself(self, batch: Any) -> None:
-        with phase("running the unsplit model"), self._as_planned():
-            try:
-                Unsplit(self.case.file, self.case.plan, self._nodes, None).step(batch, 1.0)
-            except (AutopipeError, Unmatched, Unrepeatable):  # it does not tell why ranks fail
-                return
-            except Exception as error:  # whatever the user's model raises
-                raise fails_by_itself(error) from error
+        # What autopipe refuses by itself does not tell why ranks fail.
+        with (
+            phase("running the unsplit model"),
+            self._as_planned(),
+            _with_users_line(),
+            suppress(*_OF_AUTOPIPE),
+        ):
+            Unsplit(self.case.file, self.case.plan, self._nodes, None).step(batch, 1.0)
 
     def _rows(self, folder: Path, batches: Sequence[Any]) -> list[TensorRow]:
         """Run the unsplit model, and compare its steps with those in the folder.
@@ -204,3 +204,18 @@ _NORMS = (
     f"gradients have to be equal to {FP32:g} of their largest entry: forward sets norms of a "
     "parameter, in one process in each micro-batch again, which may change a last bit"
 )
+
+
+@contextmanager
+def _with_users_line() -> Iterator[None]:
+    """Within, an error of the unsplit model's own code becomes one with the user's line.
+
+    Raises:
+        ModelError: as `fails_by_itself` has it.
+    """
+    try:
+        yield
+    except _OF_AUTOPIPE:
+        raise
+    except Exception as error:  # whatever the user's model raises
+        raise fails_by_itself(error) from error
