@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,9 @@ from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes, version
 
 T = TypeVar("T")
+
+FIRST, SECOND = 1, 2
+"""The runs between which a model shows what each call leaves."""
 
 
 def compared_runs(
@@ -79,21 +83,25 @@ def _calls_on_rows(
     weights = weights_of(parts)
     taint = Taint([*rows, *weights, *_written_buffers(parts, run)], draws=True)
 
+    numbers, after_first, left = count(1), list[KeptNow](), dict[str, None]()
+
     def logged(run: Callable[[], object]) -> Calls:
-        kept = [*_kept_tensors(holders_of(*parts))]
+        number = next(numbers)
+        kept = [*_kept_tensors(holders_of(*parts))] if number == SECOND else []
         with taint, CallsOnRows(taint, numbered(weights)) as on_rows:
             run()
         if not any(map(is_fake, weights)):  # the taint holds all activations of the run
             taint.forget_all_but(_kept(parts))
-        written = (name for name, tensor, count in kept if version(tensor) != count)
-        left.append((*(states[-1].changed() if states else ()), *written))
-        states.append(KeptNow(holders_of(*parts)))
+        if number == FIRST:
+            after_first.append(KeptNow(holders_of(*parts)))
+        if number == SECOND:
+            left.update(dict.fromkeys(after_first[0].changed()))
+            left.update((name, None) for name, one, writes in kept if version(one) != writes)
         return tuple(on_rows.calls)
 
-    left, states = list[tuple[str, ...]](), list[KeptNow]()
     with restoring(*parts):
         calls = runs_ahead(parts, run, logged)
-    return calls, tuple(dict.fromkeys(left[1]))
+    return calls, tuple(left)
 
 
 class CallsOnRows(TorchFunctionMode):
