@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from autopipe.ir.graph import Graph, Node, TensorSpec
+from autopipe.planfile.parts import InputSpec
 from benchmarks.zoo.subject import Model
 
 
@@ -19,6 +22,43 @@ def doubled(model: Model) -> Model:
         build=lambda: model.build().double(),
         inputs=lambda rows: tree_map(_double, model.inputs(rows)),
     )
+
+
+def doubled_inputs(inputs: Sequence[InputSpec]) -> tuple[InputSpec, ...]:
+    """Leaves of a batch with float64 for float32."""
+    double = {"float32": "float64"}
+    return tuple(replace(spec, dtype=double.get(spec.dtype, spec.dtype)) for spec in inputs)
+
+
+def doubled_graph(graph: Graph) -> Graph:
+    """The same ops with fp64 for fp32, in arguments as in results.
+
+    Raises:
+        ValueError: a part runs as the user wrote it, which chooses its own dtypes.
+    """
+    if graph.regions:
+        raise ValueError(f"{len(graph.regions)} parts run as the user wrote them")
+    return replace(
+        graph,
+        inputs={path: _wide(spec) for path, spec in graph.inputs.items()},
+        states={name: replace(s, spec=_wide(s.spec)) for name, s in graph.states.items()},
+        nodes=tuple(_wide(node) for node in graph.nodes),
+        constants={name: _double(tensor) for name, tensor in graph.constants.items()},
+    )
+
+
+def _wide(part: Any) -> Any:
+    """A node, a spec or an argument with fp64 for fp32."""
+    if part is torch.float32:
+        return torch.float64
+    if isinstance(part, tuple):
+        return tuple(map(_wide, part))
+    if isinstance(part, TensorSpec):
+        return replace(part, dtype=_wide(part.dtype))
+    if isinstance(part, Node):
+        kwargs = {key: _wide(arg) for key, arg in part.kwargs.items()}
+        return replace(part, args=_wide(part.args), kwargs=kwargs, outputs=_wide(part.outputs))
+    return part
 
 
 def nudged(model: Model) -> Model:

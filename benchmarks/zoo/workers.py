@@ -28,7 +28,7 @@ from benchmarks.zoo.row import Row
 from benchmarks.zoo.subject import Subject
 from tests.support import garbage
 
-MEMORY = 12 * 2**30
+MEMORY = 16 * 2**30
 """Bytes of addresses of one process: a model that is not tiny ends with an error of its own."""
 
 WAITING = 15

@@ -129,6 +129,23 @@ def test_a_rounding_is_no_more_than_the_last_place_of_each_weight_makes(subjects
     assert not tried.rounds(replace(tried.eager, gradients=off))
 
 
+def test_the_ops_of_a_graph_in_fp64_are_the_model_in_fp64(subjects):
+    """What fp32 rounds is gone, so that it tells a rounding from an op that is wrong."""
+    tried = trial.Tried(subjects["odd/unet/shapes"], subjects["odd/unet/shapes"].make())
+    tried.plan(2, 1)  # those of the doubled model are made of it
+    doubled = trial.SameOpsDoubled(tried)
+    row, _ = doubled.compared("pp2")
+    assert row.outcome == "right" and row.gradient is not None and row.gradient < 1e-12
+
+    graph = doubled.trace.graph
+    others = {"aten.relu.default": "aten.silu.default"}
+    nodes = tuple(replace(node, op=others.get(node.op, node.op)) for node in graph.nodes)
+    assert nodes != graph.nodes
+    mistaken = trial.SameOpsDoubled(tried)
+    mistaken.trace = replace(doubled.trace, graph=replace(graph, nodes=nodes))
+    assert mistaken.compared("pp2")[0].outcome == "wrong"
+
+
 def test_the_table_counts_models_by_outcome_and_cause():
     row = asdict(Row("odd/a/state", "pp2", "right", bitwise=True, seconds=1.0))
     rows = [row, {**row, "model": "odd/b/state", "outcome": "refused", "cause": "of 3 'x'"}]

@@ -135,11 +135,19 @@ SAM2 = {
 }
 
 BY_HAND: dict[str, dict[str, Any]] = {
+    "align": {"projection_dim": 80},
     "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "blip-2": {"qformer_config": {"use_qformer_text_input": True}},
     "cohere_compass": {"text_config": {"rope_parameters": FULL}},
     "cohere_compass_text": {"rope_parameters": FULL},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "depth_pro": {
+        "fusion_hidden_size": 16,
+        "intermediate_hook_ids": [1, 0],
+        "intermediate_feature_dims": [16, 16],
+        "scaled_images_feature_dims": [16, 16, 16],
+    },
+    "efficientnet": {"hidden_dim": 320},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "qwen4_exp_text": INDEXER,
     "sam": {"vision_config": {"num_pos_feats": 32}},
