@@ -146,13 +146,10 @@ class Network:
     def _behind_cut(self, capacities: Mapping[_Edge, int]) -> frozenset[int]:
         """The numbers of nodes behind the latest minimum cut: those that still reach the sink."""
         count = 2 + 2 * len(self._numbers)
-        network = csr_array(
-            (
-                np.array([*capacities.values()], dtype=np.int32),
-                tuple(zip(*capacities, strict=True)),
-            ),
-            shape=(count, count),
-        )
+        # All of 32 bits: scipy before 1.15 finds no flow where numbers of nodes are longer.
+        flows = np.array([*capacities.values()], np.int32)
+        begins, ends = np.array([*capacities], np.int32).T
+        network = csr_array((flows, (begins, ends)), shape=(count, count))
         residual = network - maximum_flow(network, self.SOURCE, self.SINK).flow
         residual.eliminate_zeros()
         order = breadth_first_order(csr_array(residual.T), self.SINK, return_predecessors=False)

@@ -39,9 +39,10 @@ class IntegerProgram:
         import scipy.optimize
         import scipy.sparse
 
-        columns = np.concatenate([np.array(row[0], int) for row in self._rows])
+        # Indices of 32 bits, as HiGHS has them: scipy before 1.15 gives it no others.
+        columns = np.concatenate([np.array(row[0], np.int32) for row in self._rows])
         factors = np.concatenate([np.array(row[1]) for row in self._rows])
-        begins = np.cumsum([0, *(len(row[0]) for row in self._rows)])
+        begins = np.cumsum([0, *(len(row[0]) for row in self._rows)], dtype=np.int32)
         matrix = scipy.sparse.csr_array(
             (factors, columns, begins), shape=(len(self._rows), len(self.costs))
         )

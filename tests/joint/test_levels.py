@@ -2,10 +2,12 @@
 
 from itertools import chain, combinations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from autopipe.joint import least_cut
 from autopipe.joint.joint_graph import Layout, differentiate
 from autopipe.joint.least_cut import FREE
 from autopipe.joint.levels import hull
@@ -128,3 +130,17 @@ def test_levels_are_the_hull_of_all_choices(run, least):
         assert slope < 0
         for time, kept in points:
             assert kept >= before.kept + slope * (time - before.seconds) - 1e-6
+
+
+def test_flows_are_asked_for_by_numbers_of_32_bits(monkeypatch):
+    """scipy before 1.15 stops at longer ones: `Buffer dtype mismatch, expected 'ITYPE_t'`."""
+    asked = []
+
+    def maximum_flow(network, *ends):
+        asked.append((network.indices.dtype, network.indptr.dtype))
+        return flow(network, *ends)
+
+    flow = least_cut.maximum_flow
+    monkeypatch.setattr(least_cut, "maximum_flow", maximum_flow)
+    told(gated, least=True)
+    assert asked and {*asked} == {(np.dtype(np.int32),) * 2}
