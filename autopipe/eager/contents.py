@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
+import warnings
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, MutableMapping
@@ -146,7 +147,9 @@ def raised(value: Any, to: Any) -> Any:
     elif isinstance(value, timedelta):
         return to
     else:
-        with suppress(OverflowError):  # small integers of C and of numpy stay where they are
+        # Small integers of C and of numpy stay where they are; numpy before 2.0 wraps, and warns.
+        with warnings.catch_warnings(), suppress(OverflowError, DeprecationWarning):
+            warnings.simplefilter("error", DeprecationWarning)
             return _number(value, to)
     return value
 
