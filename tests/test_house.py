@@ -7,6 +7,7 @@ class      one name, one meaning: no name is defined in two rooms
 """
 
 import ast
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -109,3 +110,14 @@ def wrongly_imported(path: Path) -> Iterator[str]:
 def test_a_test_stands_on_helpers_and_public_names() -> None:
     assert len(TESTS) > 400
     assert [said for path in TESTS for said in wrongly_imported(path)] == []
+
+
+def test_the_lowest_versions_are_those_that_pyproject_allows() -> None:
+    """`.ci/lowest.txt` tries what `pyproject.toml` promises; make names torch."""
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    promised = dict(one.split(">=") for one in asked if not one.startswith("torch>="))
+    lines = (ROOT / ".ci" / "lowest.txt").read_text().splitlines()
+    tried = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert promised.keys() == tried.keys()
+    for name, version in tried.items():
+        assert f"{version}.".startswith(f"{promised[name]}."), name
