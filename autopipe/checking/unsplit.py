@@ -28,7 +28,8 @@ from autopipe.batch.tree import flatten
 from autopipe.checking.random_ops import RandomNodes, Unmatched, drawing
 from autopipe.checking.subject import SEED
 from autopipe.eager.assigned_buffers import buffers_of, put
-from autopipe.eager.holders import holders_of, modules_among, tensors_of
+from autopipe.eager.holders import modules_among
+from autopipe.eager.registered import tensors_of
 from autopipe.errors import ModelError
 from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
@@ -334,9 +335,8 @@ def check_statistics(plan: Plan, graph: Graph) -> None:
 
 def _kept_tensors(model: nn.Module, file: ModelFile) -> dict[str, Tensor]:
     """Tensors in plain attributes of model and loss, in an order that does not change."""
-    known = {id(buffer) for buffer in model.buffers()}
-    found = tensors_of(holders_of(model, *([] if file.loss is None else [file.loss])))
-    return {f"beside {n}": tensor for n, tensor in enumerate(found) if id(tensor) not in known}
+    found = enumerate(tensors_of(model, *([] if file.loss is None else [file.loss])))
+    return {f"beside {n}": t for n, t in found if all(t is not b for b in model.buffers())}
 
 
 def _add(total: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:

@@ -28,9 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
-from autopipe.eager.holders import Holder, Part, holders_of, modules_among, tensors_of
+from autopipe.eager.holders import Holder, Part, holders_of, modules_among
+from autopipe.eager.registered import KeptTensors, give
 from autopipe.errors import CaptureError
 from autopipe.frontend.user_lines import begins
+from autopipe.ir.tensors import overlap
 from autopipe.ir.torch_private import is_fake, no_function_modes, storage_key, version
 
 
@@ -56,13 +58,15 @@ def as_before(
     Args:
         holders: `holders_of(*parts)`, where the caller has them.
         caches: whether caches are as they were, too (`Assigned.caches`).
+
+    Raises:
+        CaptureError: a kept tensor that is too large to be copied was written.
     """
     buffers = [(model, buffers_of(model)) for model in modules_among(parts)]
     values = [
         (tensor, tensor.detach().clone()) for _, known in buffers for tensor in known.values()
     ]
-    kept = tensors_of(holders_of(*parts) if holders is None else holders)
-    others = [(tensor, version(tensor), tensor.detach().clone()) for tensor in kept]
+    kept = KeptTensors(holders_of(*parts) if holders is None else holders)
     try:
         yield
     finally:
@@ -71,10 +75,9 @@ def as_before(
                 filled = set() if caches else _filled(model, known)
                 put(model, {name: b for name, b in known.items() if name not in filled})
             for tensor, copied in values:
-                _put_back(tensor, copied)
-            for tensor, count, copied in others:
-                if version(tensor) != count:
-                    _put_back(tensor, copied)
+                give(tensor, copied)
+            kept.put_back()
+    kept.check()
 
 
 @contextmanager
@@ -102,16 +105,6 @@ def _filled(model: nn.Module, before: Mapping[str, Tensor]) -> set[str]:
         return other
     with no_function_modes():  # of a large model a state dict takes a second: it detaches them all
         return other - model.state_dict().keys()
-
-
-def _put_back(tensor: Tensor, values: Tensor) -> None:
-    """Give a tensor its values again, and its shape: observers of torch.ao resize their buffers."""
-    if tensor.shape != values.shape:
-        tensor.resize_(values.shape)
-    for dim, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
-        if not stride and tensor.shape[dim]:  # expanded: its entries are one in memory
-            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    tensor.copy_(values)
 
 
 @dataclass(frozen=True)
@@ -210,7 +203,7 @@ def _check_views(
     for name, other in _sharing(buffers):
         buffer, view = buffers[name], buffers[other]
         written = version(buffer) != versions[name] and not is_fake(buffer)
-        if written and _overlap(buffer, view):
+        if written and overlap(buffer, view):
             raise CaptureError(
                 f"{_of(model, name)}: forward writes the buffer {name!r}, and {other!r} is "
                 "in the same memory; ranks have them as two tensors",
@@ -231,20 +224,6 @@ def _sharing(buffers: Mapping[str, Tensor]) -> list[tuple[str, str]]:
         for name, other in permutations(names, 2)
         if buffers[name] is not buffers[other]
     ]
-
-
-def _overlap(buffer: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
-    if buffer.dtype != other.dtype:
-        return True
-    with no_function_modes():  # reads here are not the model's
-        marks = torch.zeros(buffer.untyped_storage().nbytes() // buffer.itemsize, dtype=torch.bool)
-        first, second = (
-            marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-            for tensor in (buffer, other)
-        )
-        first.fill_(True)
-        return bool(second.any())
 
 
 def _of(model: nn.Module, name: str) -> str:

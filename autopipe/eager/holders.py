@@ -25,17 +25,15 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from autopipe.eager import contents
-from autopipe.eager.contents import CONTAINERS, MOST, MOST_ELEMENTS
+from autopipe.eager.contents import CONTAINERS, MOST
 from autopipe.eager.frozen import FIXED, INTERNAL, VALUES
 from autopipe.eager.iterators import Rewindable
 from autopipe.frontend.loss import used_by
 from autopipe.frontend.user_lines import codes_in
 from autopipe.ir.tensors import attributes_of
-from autopipe.ir.torch_private import is_fake
 
 DEPTH = 5
 """Levels of objects, dicts and lists that are searched: `self.trainer.schedule.state["step"]`."""
@@ -95,19 +93,6 @@ def modules_among(parts: Iterable[Part]) -> list[nn.Module]:
 def weights_of(parts: Iterable[Part]) -> list[Tensor]:
     """The parameters of the models among the parts."""
     return [p for model in modules_among(parts) for p in model.parameters()]
-
-
-def tensors_of(holders: Iterable[Holder]) -> list[Tensor]:
-    """The tensors that holders keep and a model may write, each once; no parameters or buffers."""
-    kept = (value for holder in holders for value in list(holder.entries.values()))
-    found = {id(value): value for value in kept if isinstance(value, Tensor)}
-    return [t for t in found.values() if _is_written_to(t) and t.numel() <= MOST_ELEMENTS]
-
-
-def _is_written_to(tensor: Tensor) -> bool:
-    """Whether a tensor has values and a model may write them in place."""
-    excluded = isinstance(tensor, nn.Parameter) or is_fake(tensor) or tensor.is_inference()
-    return not excluded and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def holders_of(*parts: Part) -> list[Holder]:

@@ -1,4 +1,4 @@
-"""Parameters and buffers that a model registers in forward, or reads from unregistered places.
+"""Parameters and buffers that a model registers in forward, or has in unregistered places.
 
     if self.scale is None:
         self.scale = nn.Parameter(torch.ones(x.shape[-1]))      refused
@@ -21,12 +21,19 @@ A copy that forward makes is no parameter of the model: an optimizer never sees 
     self.experts[0].to(x.device)                    the expert is there already
 
 Such a call changes nothing, though it sets each parameter's data.
+
+    self.teacher = [copy.deepcopy(self.net)]        forward moves its weights
+    self.centre = torch.zeros(8)                    forward writes it in place
+
+A trace runs a model several times, and its graph has such a tensor as it was before: `KeptTensors`
+puts them back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,10 +44,12 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from autopipe.eager.contents import MOST_ELEMENTS
+from autopipe.eager.holders import Holder, Part, holders_of
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.torch_patches import patched
-from autopipe.ir.torch_private import tree_map
+from autopipe.ir.torch_private import is_fake, tree_map, version
 
 
 @contextmanager
@@ -172,3 +181,109 @@ def _is_already(module: nn.Module, asked: Any) -> bool:
     if isinstance(asked, str | int | torch.device):
         return {t.device for t in tensors} <= {torch.device(asked)}
     return False  # a memory format
+
+
+MOST_IN_MODULES = 2**25
+"""Elements of all modules that torch does not know up to which they are put back."""
+
+
+def tensors_of(*parts: Part) -> list[Tensor]:
+    """The tensors that are put back, each once: those of more elements are taken for data."""
+    return [tensor for _, tensor in _small(_all_of(holders_of(*parts)))]
+
+
+class KeptTensors:
+    """The tensors of some holders, with their values as they are when this is made."""
+
+    def __init__(self, holders: Iterable[Holder]) -> None:
+        found = _all_of([*holders])
+        small = _small(found)
+        self._before = [(t, t.data, version(t), t.detach().clone()) for _, t in small]
+        known = {id(tensor) for _, tensor in small}
+        large = [(name, t) for name, t, _ in found if id(t) not in known]
+        self._large = [(name, t, t.data_ptr(), version(t)) for name, t in large]
+
+    def put_back(self) -> None:
+        """Give the tensors their values again, and the memory that they had (`t.data = other`).
+
+        Parameters and buffers of a module are compared: batch norm writes without a new version.
+        """
+        for tensor, memory, count, values in self._before:
+            moved = tensor.data_ptr() != memory.data_ptr()
+            if moved:
+                tensor.data = memory
+            if moved or version(tensor) != count or not torch.equal(tensor, values):
+                give(tensor, values)
+
+    def check(self) -> None:
+        """Refuse a write of a tensor that was too large to be copied.
+
+        Raises:
+            CaptureError: names the tensor.
+        """
+        for name, tensor, memory, count in self._large:
+            if (tensor.data_ptr(), version(tensor)) != (memory, count):
+                raise CaptureError(
+                    f"forward writes {name}, a tensor of {tensor.numel():,} elements that is "
+                    "neither a parameter nor a buffer of the model; planning runs the model "
+                    "several times, and copies no such tensor to put it back",
+                    hint="make it the model's: self.register_buffer(name, tensor); or of a module "
+                    "an attribute of its own, self.teacher = teacher",
+                )
+
+
+def give(tensor: Tensor, values: Tensor) -> None:
+    """Give a tensor its values again, and its shape: observers of torch.ao resize their buffers."""
+    if tensor.shape != values.shape:
+        tensor.resize_(values.shape)
+    for dim, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
+        if not stride and tensor.shape[dim]:  # expanded: its entries are one in memory
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
+
+
+def _small(found: Iterable[tuple[str, Tensor, bool]]) -> list[tuple[str, Tensor]]:
+    """Those of the tensors that are put back."""
+    left, small = MOST_IN_MODULES, list[tuple[str, Tensor]]()
+    for name, tensor, of_module in found:
+        left -= tensor.numel() if of_module else 0
+        if left >= 0 if of_module else tensor.numel() <= MOST_ELEMENTS:
+            small.append((name, tensor))
+    return small
+
+
+def _all_of(holders: list[Holder]) -> list[tuple[str, Tensor, bool]]:
+    """The tensors that holders keep and a model may write, each once, with the user's name of it
+    and whether it is a module's."""
+    registered = {id(holder.entries) for holder in holders}
+    found: dict[int, tuple[str, Tensor, bool]] = {}
+    for holder in holders:
+        for key, value in list(holder.entries.items()):
+            if isinstance(value, Tensor) and not _is_trained(value):
+                found.setdefault(id(value), (holder.label(key), value, False))
+            elif isinstance(value, nn.Module) and not holder.shared:
+                for name, tensor in _unregistered(value, holder.label(key), registered):
+                    found.setdefault(id(tensor), (name, tensor, True))
+    return [one for one in found.values() if _has_values(one[1])]
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    """Whether it is a parameter with a gradient: a list may have those of the model, too."""
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
+def _unregistered(
+    module: nn.Module, label: str, registered: set[int]
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module that is no part of the model."""
+    for path, part in module.named_modules():
+        if id(vars(part)) not in registered:
+            own = chain(part.named_parameters(recurse=False), part.named_buffers(recurse=False))
+            for name, tensor in own:
+                yield ".".join(filter(None, (label, path, name))), tensor
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values, which a model may write in place."""
+    without = is_fake(tensor) or tensor.is_inference() or tensor.is_meta
+    return not without and tensor.layout == torch.strided

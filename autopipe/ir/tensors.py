@@ -323,3 +323,18 @@ def normalize_(tensor: torch.Tensor, order: float, over: Sequence[int], least: f
     """Divide a tensor by its norms over some dims, in place; by `least` where they are less."""
     norms = torch.linalg.vector_norm(tensor, order, tuple(over), keepdim=True)
     tensor.div_(norms.clamp_min(least))
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    if one.dtype != other.dtype:
+        return True
+    with no_function_modes():  # reads here are not the model's
+        size = one.untyped_storage().nbytes() // one.itemsize
+        marks = torch.zeros(size, dtype=torch.bool)
+        first, second = (
+            marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            for tensor in (one, other)
+        )
+        first.fill_(True)
+        return bool(second.any())

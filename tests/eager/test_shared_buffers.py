@@ -202,3 +202,62 @@ def test_a_buffer_may_be_an_expanded_tensor():
     """Bug: what put its values back ended planning in torch's own words."""
     planned(built(Expanded))
     assert unlike(built(Expanded), cuts=["relu/1"]) == []
+
+
+class InAList(Net):
+    """A buffer that is registered, and kept in a list beside."""
+
+    def begin(self):
+        self.register_buffer("mean", torch.zeros(8))
+        self.all = [self.mean]
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        self.move(hidden.detach().mean(0))
+        return hidden - self.mean * self.all[0]
+
+
+class WrittenInAList(InAList):
+    def move(self, mean):
+        self.all[0].mul_(0.9).add_(mean)
+
+
+class WrittenByName(InAList):
+    def move(self, mean):
+        self.mean.lerp_(mean, 0.1)
+
+
+class AssignedByName(InAList):
+    def move(self, mean):
+        self.mean = 0.9 * self.mean + mean
+
+
+class RowInAnAttribute(Net):
+    def begin(self):
+        self.register_buffer("table", torch.zeros(2, 8))
+        self.row = self.table[1]
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        self.row.lerp_(hidden.detach().mean(0), 0.1)
+        return hidden - self.table[1]
+
+
+@pytest.mark.parametrize("kind", [WrittenInAList, WrittenByName])
+def test_a_buffer_in_a_list_is_the_buffer(kind, size):
+    """Bug: without a word for a large model, in which the list had a tensor of its own."""
+    planned(built(kind), loss_over="micro-batch")
+    assert unlike(built(kind)) == []
+
+
+def test_a_buffer_that_is_assigned_is_refused_if_a_list_keeps_the_one_before(size):
+    assert "assigns the buffer 'mean', and the model keeps the tensor that it was before" in (
+        refusal(built(AssignedByName))
+    )
+
+
+def test_a_view_of_a_buffer_in_an_attribute_is_refused_if_it_is_written(size):
+    """Bug: without a word for a large model, as above."""
+    assert (
+        "forward writes 'row', and 'table', which the model keeps besides, is in the same memory"
+    ) in refusal(built(RowInAnAttribute))

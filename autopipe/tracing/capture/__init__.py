@@ -15,5 +15,6 @@ Other rooms use: `program.Program`, `export.capture`, `from_export.convert`, `va
     export             the call of torch.export
     stubs              one of several equal modules is exported (`module_makes`: which are equal)
     exported_nodes     the nodes of an exported program, in order and with the user's lines
+    same_memory        states of a graph that are one tensor in the model, or views of one
     from_export        an exported program -> a `Graph`
 """

@@ -65,6 +65,7 @@ from autopipe.tracing.capture.exported_nodes import (
     scopes_of,
     with_copies_beside,
 )
+from autopipe.tracing.capture.same_memory import SameMemory
 from autopipe.tracing.capture.stubs import BEGIN, END, STAND_IN, Span
 from autopipe.tracing.capture.user_checkpoints import GRAD, MARK
 from autopipe.util import dims
@@ -101,6 +102,7 @@ def convert(
     """
     converter = _Converter(exported, model, specs, names_by_storage(twins))
     graph = check.after("from_export", converter.convert())
+    converter.memory.check(graph, assigned)
     graph = with_projections(graph)
     graph = replace(graph, nodes=drawn_without_gradient(live_nodes(graph.nodes, graph.outputs)))
     graph = check.after("projections", check_statistics(graph))
@@ -137,6 +139,7 @@ class _Converter:
     def __post_init__(self) -> None:
         self._aliases = names_by_identity(self.model)
         self._saved = self.model.state_dict().keys()
+        self.memory = SameMemory(self.model)
 
     def convert(self) -> Graph:
         signature, nodes = self.exported.graph_signature, self.exported.graph.nodes
@@ -173,11 +176,9 @@ class _Converter:
         if kind == "constant":
             constant = constant_of(self.exported, spec.target, placeholder)
             own = self.lent.get(storage_key(constant))
-            if own is None:
-                name = self._name_constant(name)
-                self.constants[name] = constant
-            else:
-                kind, name = own
+            kind, name = own or self.memory.state_of(self._name_constant(name), constant)
+            if kind == "constant":
+                self.constants.setdefault(name, constant)
         name, *others = self._aliases.get(name, (name,))
         trainable = kind == "parameter" and self.model.get_parameter(name).requires_grad
         look = self._spec(placeholder.meta["val"])

@@ -1,0 +1,93 @@
+"""Find the tensors of a graph that lie in the same memory.
+
+    self.register_buffer("mean", ...)
+    self.all = [self.mean]                      one tensor: the graph has one state, the buffer
+    self.first = self.mean[0]                   a view: refused, if forward writes one of them
+    teacher.state_dict()["weight"].mul_(0.9)    of a module that torch does not know: one constant
+
+Export makes a constant of each place at which a tensor comes in that is neither a parameter nor a
+buffer, and ranks have each state of a graph in memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import CaptureError
+from autopipe.ir.dataflow import written_states
+from autopipe.ir.graph import Graph
+from autopipe.ir.tensors import overlap
+from autopipe.ir.torch_private import is_fake, storage_key
+
+
+class SameMemory:
+    """The buffers of a model, and the constants that are met, by where they lie in memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: dict[Any, tuple[str, str]] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._held: dict[str, str] = {}
+        for name, buffer in model.named_buffers():
+            self._add("buffer", name, buffer)
+
+    def state_of(self, name: str, constant: Tensor) -> tuple[str, str]:
+        """Kind and name of the state that has all of a constant's elements, in its order; of the
+        first that is met, a constant of this name."""
+        kind, found = self._names.get(_where(constant)) or self._add("constant", name, constant)
+        if kind == "buffer":
+            self._held[found] = name
+        return kind, found
+
+    def _add(self, kind: str, name: str, tensor: Tensor) -> tuple[str, str]:
+        if tensor.layout == torch.strided and not is_fake(tensor) and tensor.numel():
+            self._tensors[name] = tensor
+            self._names.setdefault(_where(tensor), (kind, name))
+        return kind, name
+
+    def check(self, graph: Graph, assigned: Collection[str]) -> None:
+        """Refuse a write to a tensor that has an element of another state.
+
+        Args:
+            assigned: the buffers that modules assign: other places keep the tensor before.
+
+        Raises:
+            CaptureError: names both.
+        """
+        for buffer in sorted(self._held.keys() & assigned):
+            raise CaptureError(
+                f"forward assigns the buffer {buffer!r}, and the model keeps the tensor that it "
+                f"was before in another place, too ({self._held[buffer]})",
+                hint="write it in place: buffer.copy_(value); or read it where it is registered",
+            )
+        written = written_states(graph)
+        for name, other in self._sharing(graph):
+            if name in written and overlap(self._tensors[name], self._tensors[other]):
+                raise CaptureError(
+                    f"{written[name].place}: forward writes {name!r}, and {other!r}, which the "
+                    "model keeps besides, is in the same memory; ranks have them as two tensors",
+                    hint="keep one of them, and read the other from it in forward, as a view; or "
+                    "give it memory of its own: .clone()",
+                )
+
+    def _sharing(self, graph: Graph) -> Iterator[tuple[str, str]]:
+        """Pairs of states of a graph in one storage, one of them a constant, in both orders."""
+        places: dict[int, list[str]] = {}
+        for name in self._tensors.keys() & graph.states.keys():
+            places.setdefault(storage_key(self._tensors[name]), []).append(name)
+        for names in places.values():
+            for pair in permutations(sorted(names), 2):
+                if not graph.constants.keys().isdisjoint(pair):
+                    yield pair
+
+
+def _where(tensor: Tensor) -> Any:
+    """What is equal for tensors of the same elements in the same order."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return id(tensor)
+    memory = storage_key(tensor), tensor.storage_offset(), tensor.dtype
+    return *memory, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
