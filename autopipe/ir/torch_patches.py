@@ -267,6 +267,8 @@ def not_compiling() -> Iterator[None]:
 
     def answered(question: Callable[[], bool]) -> bool:
         caller = sys._getframe(3)  # behind `_asking` and `_asked_instead`
+        if caller.f_globals.get("__name__") == "torch._dynamo.external_utils":
+            caller = caller.f_back or caller  # `torch._dynamo.is_compiling` asks for who calls it
         refuses = caller.f_code.co_name == "nonrecursive_disable_wrapper"  # raises in a trace
         return is_torchs(caller) and not refuses and bool(own_of(question)())
 

@@ -58,6 +58,13 @@ class AsksTorch(Net):
         return self.middle(hidden)
 
 
+class AsksDynamo(Net):
+    """As code does that was written before torch.compiler had the question."""
+
+    def inside(self, hidden):
+        return self.middle(hidden) * (3 if torch._dynamo.is_compiling() else 1)
+
+
 class Density(Net):
     """From torch 2.15 on a distribution checks its arguments by an op where it is exported."""
 
@@ -67,7 +74,7 @@ class Density(Net):
 
 
 @pytest.mark.sweep(of=2)
-@pytest.mark.parametrize("kind", [AsksTorch, Density])
+@pytest.mark.parametrize("kind", [AsksTorch, AsksDynamo, Density])
 def test_a_trace_has_the_branches_of_eager(kind):
     """Bugs: it had those for compilers, which need not compute the same; then lacked a read."""
     assert unlike(built(kind)) == []
