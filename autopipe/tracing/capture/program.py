@@ -48,6 +48,7 @@ from autopipe.planfile.regions import LOSS
 from autopipe.rewriting import flex_attention
 from autopipe.rewriting.extremes import chosen_by_tensors
 from autopipe.rewriting.gpu_autocast import of_absent_gpus
+from autopipe.tracing.capture.caught_errors import raised_at_the_end
 from autopipe.tracing.capture.low_precision import SixteenBits, buffers_in, cast
 from autopipe.util import dims, dtypes
 
@@ -190,7 +191,8 @@ class Program(nn.Module):
             self._as_registered() if self.found.held_twice else nullcontext(),
         ):
             try:
-                return self._results(batch, args, kwargs)
+                with raised_at_the_end():
+                    return self._results(batch, args, kwargs)
             except GuardOnDataDependentSymNode as error:  # export would print its graph for it
                 raise refusals.takes_a_number(user_lines.of_error(error)) from error
 

@@ -36,6 +36,7 @@ from autopipe.ir.tensors import of_unknown_size, tensors_in
 from autopipe.ir.torch_private import DataDependentOutputException, is_fake, lists_as_one_read
 from autopipe.opaque.custom_functions import as_ops
 from autopipe.planfile.parts import Read
+from autopipe.tracing.capture.caught_errors import noted
 
 
 class ReadsParameter(Exception):
@@ -177,7 +178,7 @@ class _Recording(TorchFunctionMode):
         """The number that was read; from here on it counts as used."""
         read = self.reads[index]
         if unknown:
-            raise ReadsParameter(read.place)
+            raise noted(ReadsParameter(read.place))
         self.reads[index] = replace(read, checked=True)
         self._check_expected(index)
         return read.value
@@ -190,7 +191,7 @@ class _Recording(TorchFunctionMode):
         known = self._expected[index] if index < len(self._expected) else None
         if known is None or repr((known.kind, known.value)) != repr((read.kind, read.value)):
             self.refused = self._unlike(known, read)
-            raise self.refused
+            raise noted(self.refused)
 
 
 def record(
