@@ -192,6 +192,12 @@ def tensors_of(*parts: Part) -> list[Tensor]:
     return [tensor for _, tensor in _small(_all_of(holders_of(*parts)))]
 
 
+def named_tensors_of(*parts: Part) -> list[tuple[str, Tensor]]:
+    """All tensors that parts keep beside parameters and buffers, with the user's names of them; a
+    buffer that a list has, too, is one."""
+    return [(name, tensor) for name, tensor, _ in _all_of(holders_of(*parts))]
+
+
 class KeptTensors:
     """The tensors of some holders, with their values as they are when this is made."""
 

@@ -261,3 +261,26 @@ def test_a_view_of_a_buffer_in_an_attribute_is_refused_if_it_is_written(size):
     assert (
         "forward writes 'row', and 'table', which the model keeps besides, is in the same memory"
     ) in refusal(built(RowInAnAttribute))
+
+
+class ReadByAPart(WrittenByName):
+    """`route` has sizes that depend on values, and runs as it is."""
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        self.move(hidden.detach().mean(0))
+        return self.route(hidden)
+
+    def route(self, hidden):
+        chosen = hidden.sum(1) > 0
+        result = torch.zeros_like(hidden)
+        result[chosen] = hidden[chosen] * 2 - self.all[0]
+        return result
+
+
+def test_a_buffer_in_a_list_is_refused_beside_a_part_that_runs_as_it_is(size):
+    """Bug: of a large model the part read the list's tensor, which nothing moved."""
+    assert (
+        "a call here runs as it is, and may read the buffer 'mean', which forward writes, in "
+        "another place, too (all"
+    ) in refusal(built(ReadByAPart), loss_over="micro-batch")

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.eager.registered import named_tensors_of
 from autopipe.errors import CaptureError
 from autopipe.ir.dataflow import written_states
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import REGION_OP, Graph
 from autopipe.ir.tensors import overlap
 from autopipe.ir.torch_private import is_fake, storage_key
 
@@ -32,6 +33,7 @@ class SameMemory:
         self._names: dict[Any, tuple[str, str]] = {}
         self._tensors: dict[str, Tensor] = {}
         self._held: dict[str, str] = {}
+        self._model = model
         for name, buffer in model.named_buffers():
             self._add("buffer", name, buffer)
 
@@ -65,6 +67,7 @@ class SameMemory:
                 hint="write it in place: buffer.copy_(value); or read it where it is registered",
             )
         written = written_states(graph)
+        self._check_regions(graph, written)
         for name, other in self._sharing(graph):
             if name in written and overlap(self._tensors[name], self._tensors[other]):
                 raise CaptureError(
@@ -72,6 +75,24 @@ class SameMemory:
                     "model keeps besides, is in the same memory; ranks have them as two tensors",
                     hint="keep one of them, and read the other from it in forward, as a view; or "
                     "give it memory of its own: .clone()",
+                )
+
+    def _check_regions(self, graph: Graph, written: Collection[str]) -> None:
+        """Refuse a call that runs as it is beside a written buffer that has another place, too: an
+        op has each buffer where it is registered, and other places still have the first tensor."""
+        regions = [node for node in graph.nodes if node.op == REGION_OP]
+        moved = {
+            storage_key(buffer): name
+            for name, buffer in self._model.named_buffers()
+            if name in written and buffer.layout == torch.strided
+        }
+        for label, tensor in named_tensors_of(self._model) if regions and moved else ():
+            if (name := moved.get(storage_key(tensor))) is not None:
+                raise CaptureError(
+                    f"{regions[0].place}: a call here runs as it is, and may read the buffer "
+                    f"{name!r}, which forward writes, in another place, too ({label}); there it "
+                    "would be as it was at first",
+                    hint="read the buffer where it is registered, and keep it in no other place",
                 )
 
     def _sharing(self, graph: Graph) -> Iterator[tuple[str, str]]:
