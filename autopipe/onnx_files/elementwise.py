@@ -57,6 +57,15 @@ def _divide(left: Tensor, right: Tensor) -> Tensor:
     return torch.div(left, right, rounding_mode="trunc")
 
 
+def _divide_sizes(left: Any, right: Any) -> Any:
+    """Integers divided towards zero; what a symbol divides is no negative number."""
+    entries = (entry for side in (left, right) for entry in np.asarray(side).flat)
+    if not all(isinstance(entry, int | np.integer) for entry in entries):
+        return np.floor_divide(left, right)
+    left, right = np.asarray(left, dtype=np.int64), np.asarray(right, dtype=np.int64)
+    return np.sign(left) * np.sign(right) * (abs(left) // abs(right))
+
+
 def _mod(node: NodeOf, inputs: Sequence[Value]) -> Value:
     if all(is_sizes(value) for value in inputs):
         return np.asarray(inputs[0] % inputs[1], dtype=object)  # type: ignore[operator]
@@ -201,7 +210,7 @@ ELEMENTWISE: dict[str, Function] = {
     "Add": of_either(np.add, torch.add),
     "Sub": of_either(np.subtract, torch.sub),
     "Mul": of_either(np.multiply, torch.mul),
-    "Div": of_either(np.floor_divide, _divide),  # sizes are not negative
+    "Div": of_either(_divide_sizes, _divide),
     "Mod": _mod,
     "Equal": of_either(np.equal, torch.eq),
     "Where": of_either(_where, torch.where),

@@ -1,6 +1,6 @@
 """An ONNX file as a module of torch: its nodes, run one after another.
 
-    initializers of floats that a node multiplies or adds      parameters, by their own names
+    initializers of floats that are trained (`trained`)        parameters, by their own names
     running means and variances, constants of floats           buffers
     small constants of integers, an axis among them            sizes (`onnx_files.values`)
     other constants of integers                                buffers
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from autopipe.errors import ModelError
 from autopipe.onnx_files.elementwise import DTYPES
 from autopipe.onnx_files.ops import function_of
+from autopipe.onnx_files.trained import trained_names
 from autopipe.onnx_files.values import (
     MOST_SIZES,
     Function,
@@ -45,14 +46,6 @@ if TYPE_CHECKING:
 
 OWN = ("", "ai.onnx")
 """The names of ONNX's own domain."""
-
-RUNNING = {
-    "BatchNormalization": (3, 4),
-    "NegativeLogLikelihoodLoss": (2,),
-    "SoftmaxCrossEntropyLoss": (2,),
-}
-"""By the op, which of its inputs are figures that no gradient changes: means and variances, weights
-of classes."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,7 @@ class OnnxModule(nn.Module):
         known = [value.type.tensor_type for value in graph.output]
         said = len(known) == 1 and known[0].HasField("shape")
         self.dims = len(known[0].shape.dim) if said else None
-        trained = _trained(graph)
+        trained = trained_names(graph)
         matrices = _Matrices()
         for tensor in graph.initializer:
             array = _array(tensor, path)
@@ -169,10 +162,12 @@ class OnnxModule(nn.Module):
             return
         home: nn.Module = self
         *parents, last = _python_names(name)
-        for part in parents:
-            if part not in dict(home.named_children()):
+        for place, part in enumerate(parents):
+            while hasattr(home, part) and part not in dict(home.named_children()):
+                part += "_"  # a tensor may be called `a`, and another one `a.b`
+            if not hasattr(home, part):
                 home.add_module(part, nn.Module())
-            home = home.get_submodule(part)
+            parents[place], home = part, home.get_submodule(part)
         while hasattr(home, last):  # of two names that Python cannot tell apart
             last += "_"
         tensor = tensor_of(array)
@@ -297,22 +292,6 @@ def _constant(node: NodeOf) -> np.ndarray[Any, Any]:
             kind = np.float32 if "float" in name else None
             return np.asarray(value, dtype=kind)
     raise node.refuse("a constant of text, or one of few entries, is not read")
-
-
-def _trained(graph: onnx.GraphProto) -> frozenset[str]:
-    """The initializers that training changes: floats, except running figures and single numbers."""
-    fixed = {
-        node.input[place]
-        for node in graph.node
-        for place in RUNNING.get(node.op_type, ())
-        if place < len(node.input)
-    }
-    floating = {number for number, dtype in DTYPES.items() if dtype.is_floating_point}
-    return frozenset(
-        tensor.name
-        for tensor in graph.initializer
-        if tensor.data_type in floating and tensor.name not in fixed and len(tensor.dims)
-    )
 
 
 def _entries(values: Sequence[onnx.ValueInfoProto], file: str) -> tuple[FileInput, ...]:
