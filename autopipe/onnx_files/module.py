@@ -132,6 +132,8 @@ class OnnxModule(nn.Module):
             value = helper.get_attribute_value(attribute)
             if isinstance(value, bytes):
                 return value.decode()
+            if isinstance(value, list):
+                return [x.decode() if isinstance(x, bytes) else x for x in value]
             return numpy_helper.to_array(value) if hasattr(value, "data_type") else value
 
         called = f" {node.name!r}" if node.name else ""

@@ -40,9 +40,8 @@ OTHERWISE = {
 }
 """Beginnings of the names of cases in which torch's own op does otherwise."""
 
-REFUSED = {"GRU", "OneHot"}
-"""Ops all of whose cases are refused: torch's gates of a GRU are others, which its exporter writes;
-the cases of OneHot have a size as a float."""
+REFUSED = {"OneHot"}
+"""Ops all of whose cases are refused: those of OneHot have a size as a float."""
 
 TRIED = sorted(set(OPS) - set(SEQUENCES) - ({"AveragePool", "MaxPool"} if not LONG else set()))
 """Ops with cases of tensors: all but those on sequences."""
