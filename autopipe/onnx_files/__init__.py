@@ -9,8 +9,10 @@ Other rooms use: `source.as_module`. Users: `autopipe.from_onnx`, which is `modu
     source       a file as a model file: model(), inputs(batch_size), a loss
     module       the nodes of a file, run one after another          start reading here
     trained      which initializers training changes
+    ties         weights that it holds more than once
     values       what passes between nodes: tensors, and sizes that are known as numbers
     ops          which function computes which op, and which attributes it reads
+    control      If, Loop and Scan
     elementwise  ops on each entry, and reductions
     layers       products, convolutions, norms, attention, losses
     pictures     ops on pixels: resize, grid samples

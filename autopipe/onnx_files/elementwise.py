@@ -75,8 +75,8 @@ def _mod(node: NodeOf, inputs: Sequence[Value]) -> Value:
 
 def _cast(node: NodeOf, inputs: Sequence[Value]) -> Value:
     dtype = dtype_of(node, node.get("to"))
-    if is_sizes(inputs[0]) and not dtype.is_floating_point and dtype != torch.bool:
-        return inputs[0]
+    if is_sizes(inputs[0]) and not dtype.is_floating_point:
+        return np.asarray(inputs[0] != 0, dtype=object) if dtype == torch.bool else inputs[0]
     return as_tensor(inputs[0]).to(dtype)
 
 
@@ -221,7 +221,7 @@ ELEMENTWISE: dict[str, Function] = {
         for name in (
             *("Abs", "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sigmoid", "Relu", "Sin", "Cos", "Tan"),
             *("Asin", "Acos", "Atan", "Sinh", "Cosh", "Reciprocal", "Floor", "Ceil", "Round"),
-            *("Asinh", "Acosh", "Atanh", "Sign", "Greater", "Less", "IsNaN"),
+            *("Asinh", "Acosh", "Atanh", "Sign", "IsNaN"),
         )
     },
     **{
@@ -229,11 +229,13 @@ ELEMENTWISE: dict[str, Function] = {
         for name in ("And", "Or", "Xor", "Not")
     },
     "IsInf": _is_infinite,
-    "GreaterOrEqual": of_tensors(torch.ge),
-    "LessOrEqual": of_tensors(torch.le),
-    "Not": of_tensors(torch.logical_not),
-    "And": of_tensors(torch.logical_and),
-    "Or": of_tensors(torch.logical_or),
+    "Greater": of_either(np.greater, torch.gt),
+    "Less": of_either(np.less, torch.lt),
+    "GreaterOrEqual": of_either(np.greater_equal, torch.ge),
+    "LessOrEqual": of_either(np.less_equal, torch.le),
+    "Not": of_either(np.logical_not, torch.logical_not),
+    "And": of_either(np.logical_and, torch.logical_and),
+    "Or": of_either(np.logical_or, torch.logical_or),
     "Xor": of_tensors(torch.logical_xor),
     "Cast": _cast,
     "CastLike": _cast_like,

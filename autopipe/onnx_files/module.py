@@ -18,7 +18,8 @@ from __future__ import annotations
 import inspect
 import keyword
 import re
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
+from autopipe.onnx_files.control import InnerGraph, control
 from autopipe.onnx_files.elementwise import DTYPES
-from autopipe.onnx_files.ops import function_of
+from autopipe.onnx_files.ops import function_of, is_default
+from autopipe.onnx_files.ties import Matrices
 from autopipe.onnx_files.trained import trained_names
 from autopipe.onnx_files.values import (
     MOST_SIZES,
@@ -50,12 +53,27 @@ OWN = ("", "ai.onnx")
 
 @dataclass(frozen=True)
 class Step:
-    """A node's run: its function, the names of the values it reads, and of those it makes."""
+    """A node's run: its function, the names of the values it reads, and of those it makes.
+
+    Attributes:
+        bodies: the graphs in it, by the attribute; its function is then `control`.
+    """
 
     node: NodeOf
     function: Function
     reads: tuple[str, ...]
     makes: tuple[str, ...]
+    bodies: Mapping[str, InnerGraph]
+
+    def run(self, values: dict[str, Value]) -> None:
+        """Add this node's results to all values."""
+        inputs = [values[name] for name in self.reads]
+        if self.bodies:
+            found: Any = control(self.node, self.bodies, inputs, values)
+        else:
+            found = self.function(self.node, inputs)
+        made = found if isinstance(found, tuple) else (found,)
+        values.update(zip(self.makes, made, strict=False))
 
 
 @dataclass(frozen=True)
@@ -86,7 +104,7 @@ class OnnxModule(nn.Module):
         version = max((o.version for o in model.opset_import if o.domain in OWN), default=1)
         self._file = path.name
         self._known: dict[str, Sizes] = {}
-        self._paths: dict[str, str] = {}
+        self._paths: ChainMap[str, str] = ChainMap()
         self._tied: dict[str, tuple[str, bool]] = {}
         inputs = _inputs(graph)
         self.entries = _entries(inputs, self._file)
@@ -95,38 +113,67 @@ class OnnxModule(nn.Module):
         known = [value.type.tensor_type for value in graph.output]
         said = len(known) == 1 and known[0].HasField("shape")
         self.dims = len(known[0].shape.dim) if said else None
-        trained = trained_names(graph)
-        matrices = _Matrices()
-        for tensor in graph.initializer:
-            array = _array(tensor, path)
-            if tensor.name in trained and (tie := matrices.tie(tensor.name, array)):
-                self._tied[tensor.name] = self._paths[tie[0]], tie[1]
-            else:
-                self._keep(tensor.name, array, trained=tensor.name in trained)
-        self._steps = tuple(self._step(node, version, path) for node in graph.node)
-        self._steps = tuple(step for step in self._steps if step.node.op != "Constant")
+        self._matrices = Matrices()
+        self._steps = self._read(graph, version, path)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(self.forward).bind(*args, **kwargs).arguments
-        values: dict[str, Value] = {"": None, **self._known}
+        values: dict[str, Value] = {"": None}
         values |= dict(zip(self._names, (given[entry.name] for entry in self.entries), strict=True))
-        values |= {name: self._state(path) for name, path in self._paths.items()}
-        for name, (path, turned) in self._tied.items():
-            values[name] = self._state(path).t() if turned else self._state(path)
+        values |= self._held(self._known, self._paths, self._tied)
         for step in self._steps:
-            found = step.function(step.node, [values[name] for name in step.reads])
-            made = found if isinstance(found, tuple) else (found,)
-            values.update(zip(step.makes, made, strict=False))
+            step.run(values)
         results = [as_tensor(values[name]) for name in self.results]
         return results[0] if len(results) == 1 else dict(zip(self.results, results, strict=True))
+
+    def _held(
+        self,
+        known: Mapping[str, Sizes],
+        paths: Mapping[str, str],
+        tied: Mapping[str, tuple[str, bool]],
+    ) -> dict[str, Value]:
+        """What a graph holds: sizes, parameters and buffers, and weights that are others' too."""
+        found: dict[str, Value] = {**known, **{n: self._state(path) for n, path in paths.items()}}
+        for name, (path, turned) in tied.items():
+            found[name] = self._state(path).t() if turned else self._state(path)
+        return found
 
     def _state(self, path: str) -> Tensor:
         home, _, name = path.rpartition(".")
         tensor: Tensor = getattr(self.get_submodule(home), name)
         return tensor
 
+    def _read(self, graph: onnx.GraphProto, version: int, path: Path) -> tuple[Step, ...]:
+        """Keep what a graph holds; its nodes."""
+        trained = trained_names(graph)
+        for tensor in graph.initializer:
+            array = _array(tensor, path)
+            if tensor.name in trained and (tie := self._matrices.tie(tensor.name, array)):
+                self._tied[tensor.name] = self._paths[tie[0]], tie[1]
+            else:
+                self._keep(tensor.name, array, trained=tensor.name in trained)
+        steps = [self._step(node, version, path) for node in graph.node]
+        return tuple(step for step in steps if step.node.op != "Constant")
+
+    def _body(self, graph: onnx.GraphProto, version: int, path: Path) -> InnerGraph:
+        outer = self._known, self._paths, self._tied
+        # Two branches may call two constants by one name.
+        self._known, self._paths, self._tied = {}, ChainMap({}, self._paths), {}
+        steps = self._read(graph, version, path)
+        held = self._known, self._paths.maps[0], self._tied
+        self._known, self._paths, self._tied = outer
+        gives = tuple(value.name for value in graph.output)
+
+        def run(values: Mapping[str, Value]) -> list[Value]:
+            own = {**values, **self._held(*held)}
+            for step in steps:
+                step.run(own)
+            return [own[name] for name in gives]
+
+        return InnerGraph(tuple(value.name for value in graph.input), gives, run)
+
     def _step(self, node: onnx.NodeProto, version: int, path: Path) -> Step:
-        from onnx import helper, numpy_helper
+        from onnx import AttributeProto, helper, numpy_helper
 
         def plain(attribute: onnx.AttributeProto) -> Any:
             value = helper.get_attribute_value(attribute)
@@ -143,7 +190,8 @@ class OnnxModule(nn.Module):
             attributes={
                 attribute.name: plain(attribute)
                 for attribute in node.attribute
-                if not _is_default(node, attribute, version)
+                if not is_default(node, attribute, version)
+                and attribute.type != AttributeProto.GRAPH
             },
             outputs=sum(bool(name) for name in node.output),
             version=version,
@@ -153,13 +201,20 @@ class OnnxModule(nn.Module):
         reads, makes = tuple(node.input), tuple(node.output)
         if node.op_type == "Constant":
             self._keep(makes[0], _constant(told), trained=False)
-            return Step(told, lambda node, inputs: (), reads, makes)
-        return Step(told, function_of(told), reads, makes)
+            return Step(told, lambda node, inputs: (), reads, makes, {})
+        function = function_of(told)
+        bodies = {
+            own.name: self._body(own.g, version, path)
+            for own in node.attribute
+            if own.type == AttributeProto.GRAPH
+        }
+        return Step(told, function, reads, makes, bodies)
 
     def _keep(self, name: str, array: np.ndarray[Any, Any], *, trained: bool) -> None:
         """Hold a constant of the file: as sizes, as a parameter or as a buffer."""
         few = array.ndim < 2 and array.size <= MOST_SIZES
-        if few and array.dtype == np.int64 or array.size == 1 and array.dtype == np.int32:
+        single = array.size == 1 and array.dtype in (np.int32, np.bool_)
+        if few and array.dtype == np.int64 or single:
             self._known[name] = array
             return
         home: nn.Module = self
@@ -178,30 +233,6 @@ class OnnxModule(nn.Module):
         else:
             home.register_buffer(last, tensor)
         self._paths[name] = ".".join((*parents, last))
-
-
-class _Matrices:
-    """Finds matrices that equal earlier ones, or the transpose of one."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Any, list[tuple[str, np.ndarray[Any, Any]]]] = {}
-
-    def tie(self, name: str, array: np.ndarray[Any, Any]) -> tuple[str, bool] | None:
-        """The name of an earlier matrix that this one equals, and whether transposed."""
-        if array.ndim != 2 or not array.size:
-            return None
-        for same, turned in ((array, False), (array.T, True)):
-            for other, seen in self._seen.get(_ends(same), ()):
-                if np.array_equal(same, seen):
-                    # Constants of ones or zeros may be equal without being one parameter.
-                    return None if (seen == seen.flat[0]).all() else (other, turned)
-        self._seen.setdefault(_ends(array), []).append((name, array))
-        return None
-
-
-def _ends(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
-    """Shape, dtype and two corners of a matrix, which tell most matrices apart."""
-    return array.shape, array.dtype.str, float(array[0, 0]), float(array[-1, -1])
 
 
 def from_onnx(path: str | Path) -> nn.Module:
@@ -273,19 +304,6 @@ def _array(tensor: onnx.TensorProto, path: Path) -> np.ndarray[Any, Any]:
             f"{path.name}: {tensor.name!r} has the data type {tensor.data_type}, not read"
         )
     return numpy_helper.to_array(tensor, base_dir=str(path.parent))
-
-
-def _is_default(node: onnx.NodeProto, own: onnx.AttributeProto, version: int) -> bool:
-    """Whether an attribute has its op's default value."""
-    from onnx import defs, helper
-
-    if not defs.has(node.op_type, version, ""):
-        return False
-    known = defs.get_schema(node.op_type, version, "").attributes.get(own.name)
-    if known is None or known.default_value.type != own.type:
-        return False
-    value = helper.get_attribute_value(known.default_value)
-    return bool(value == helper.get_attribute_value(own))
 
 
 def _constant(node: NodeOf) -> np.ndarray[Any, Any]:

@@ -7,6 +7,8 @@ refused, unless its value is the op's default (`module` leaves those out) or cha
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from autopipe.errors import ModelError
 from autopipe.onnx_files.elementwise import ELEMENTWISE
@@ -15,7 +17,10 @@ from autopipe.onnx_files.pictures import PICTURES
 from autopipe.onnx_files.recurrent import RECURRENT
 from autopipe.onnx_files.sequences import SEQUENCES
 from autopipe.onnx_files.shapes import SHAPES
-from autopipe.onnx_files.values import Function, NodeOf
+from autopipe.onnx_files.values import Function, NodeOf, Value
+
+if TYPE_CHECKING:
+    import onnx
 
 OPS: dict[str, Function] = {
     **ELEMENTWISE,
@@ -85,6 +90,8 @@ READ = {
     "RotaryEmbedding": "interleaved num_heads rotary_embedding_dim",
     "ScatterElements": "axis reduction",
     "ScatterND": "reduction",
+    "Scan": "num_scan_inputs scan_input_axes scan_input_directions scan_output_axes "
+    "scan_output_directions",
     "Selu": "alpha gamma",
     "Shape": "end start",
     "Shrink": "bias lambd",
@@ -105,7 +112,12 @@ IDLE = {"consumed_inputs", "is_test", "momentum", "saturate", "seed", "stash_typ
 """Attributes that change no number: of memory, of figures and places that are no results here, of
 how a sum is kept, of casts to eight bits."""
 
-CONTROL = ("If", "Loop", "Scan", "SequenceMap")
+CONTROL = ("If", "Loop", "Scan")
+"""Ops with graphs in them, which `control` runs."""
+
+
+def _none(node: NodeOf, inputs: Sequence[Value]) -> tuple[()]:
+    return ()
 
 
 def function_of(node: NodeOf) -> Function:
@@ -114,18 +126,26 @@ def function_of(node: NodeOf) -> Function:
     Raises:
         ModelError: the op has no function, or its function does not read one of the attributes.
     """
-    if node.op in OPS:
+    if node.op in OPS or node.op in CONTROL:
         for name in node.attributes.keys() - IDLE - {*READ.get(node.op, "").split()}:
             raise node.refuse(f"the attribute {name}={node.attributes[name]!r} is not read")
-        return OPS[node.op]
-    if node.op in CONTROL:
-        raise node.refuse(
-            "control flow cannot be split into stages",
-            "export the model for one branch, or with the loop unrolled",
-        )
+        return OPS.get(node.op, _none)
     near = difflib.get_close_matches(node.op, OPS, 1)
     raise ModelError(
         f"{node.where}: this op is not read",
         hint=f"{len(OPS)} ops are{f', {near[0]} among them' if near else ''}; a model file may "
         "build the model in torch instead",
     )
+
+
+def is_default(node: onnx.NodeProto, own: onnx.AttributeProto, version: int) -> bool:
+    """Whether an attribute has its op's default value."""
+    from onnx import defs, helper
+
+    if not defs.has(node.op_type, version, ""):
+        return False
+    known = defs.get_schema(node.op_type, version, "").attributes.get(own.name)
+    if known is None or known.default_value.type != own.type:
+        return False
+    value = helper.get_attribute_value(known.default_value)
+    return bool(value == helper.get_attribute_value(own))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +47,7 @@ def trained_names(graph: onnx.GraphProto) -> frozenset[str]:
     """The initializers that training changes."""
     fixed = {
         node.input[place]
-        for node in graph.node
+        for node in _nodes(graph)
         for place in FIXED.get(node.op_type, ())
         if place < len(node.input)
     }
@@ -64,6 +65,14 @@ def trained_names(graph: onnx.GraphProto) -> frozenset[str]:
         and len(tensor.dims)
         and not _is_constant(tensor, notes.get(tensor.name, {}), exact)
     )
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of a graph, and of the graphs in them."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            yield from _nodes(attribute.g)
 
 
 def _is_constant(tensor: onnx.TensorProto, told: dict[str, str], exact: bool) -> bool:

@@ -89,7 +89,9 @@ def as_tensor(value: Value) -> Tensor:
         return value
     if value.dtype != object:
         return tensor_of(value)
-    if all(isinstance(entry, int) for entry in value.flat):
+    if value.size and all(isinstance(entry, bool | np.bool_) for entry in value.flat):
+        return torch.tensor(value.astype(np.bool_).tolist())
+    if all(isinstance(entry, int | np.integer) for entry in value.flat):
         return torch.tensor(value.astype(np.int64).tolist(), dtype=torch.int64)
     made = [torch.full((), entry, dtype=torch.int64) for entry in value.flat]
     return torch.stack(made).reshape(value.shape)
