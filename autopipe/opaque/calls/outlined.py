@@ -194,9 +194,10 @@ def _compiled(
         # Named in dead code: it must have the same cells as before to take the function's place.
         named = ast.Tuple([ast.Name(name, ast.Load()) for name in free], ast.Load())
         definition.body.insert(0, ast.If(ast.Constant(False), [ast.Expr(named)], []))
-    module = ast.parse(
-        f"def around({', '.join(n for n in free if n != '__class__')}):\n class {owner}: ..."
-    )
+    # The class that a method names (`Net.SCALE`) is the module's, unless a function made it.
+    mine = "pass" if owner in free else f"global {owner}"
+    takes = ", ".join(name for name in free if name != "__class__")
+    module = ast.parse(f"def around({takes}):\n {mine}\n class {owner}: ...")
     (kind,) = (node for node in ast.walk(module) if isinstance(node, ast.ClassDef))
     kind.body = [host, *methods]
     ast.fix_missing_locations(module)

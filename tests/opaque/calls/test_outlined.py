@@ -300,6 +300,24 @@ def test_a_few_lines_run_as_they_are_where_no_call_can():
     assert unlike(model, traced=trace, cuts=["middle/linear/0"]) == []
 
 
+class NamesItself(Net):
+    SHARE = 0.5
+
+    def forward(self, x):
+        hidden = super(NamesItself, self).__getattr__("up")(x).relu()  # noqa: UP008 (older code)
+        hidden = hidden + hidden[hidden > 0].sum() * NamesItself.SHARE
+        return self.down(self.middle(hidden))
+
+
+def test_lines_and_the_code_around_them_may_name_their_class():
+    """Bug: where lines had become a method, the name of the class was found no more: KeyError."""
+    model = built(NamesItself)
+    trace = trace_model(model, inputs, square)
+    (running,) = trace.graph.regions.values()
+    assert running.region.name == "forward_lines_3_to_3()"
+    assert unlike(model, traced=trace) == []
+
+
 class Rounds(Net):
     """What a line picks is no result of it where the next round picks anew before it reads it."""
 
