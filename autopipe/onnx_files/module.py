@@ -20,7 +20,7 @@ import keyword
 import re
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from autopipe.onnx_files.values import (
     Sizes,
     Value,
     as_tensor,
+    constant,
     tensor_of,
 )
 
@@ -200,8 +201,12 @@ class OnnxModule(nn.Module):
             raise told.refuse(f"ops of the domain {node.domain!r} are not read")
         reads, makes = tuple(node.input), tuple(node.output)
         if node.op_type == "Constant":
-            self._keep(makes[0], _constant(told), trained=False)
+            self._keep(makes[0], constant(told), trained=False)
             return Step(told, lambda node, inputs: (), reads, makes, {})
+        if node.op_type == "NonZero" and (array := self._constant_of(reads[0])) is not None:
+            # How many there are is no number in a trace, but for a constant it is known here.
+            self._keep(makes[0], np.stack(np.nonzero(array)), trained=False)
+            return Step(replace(told, op="Constant"), lambda node, inputs: (), reads, makes, {})
         function = function_of(told)
         bodies = {
             own.name: self._body(own.g, version, path)
@@ -209,6 +214,13 @@ class OnnxModule(nn.Module):
             if own.type == AttributeProto.GRAPH
         }
         return Step(told, function, reads, makes, bodies)
+
+    def _constant_of(self, name: str) -> np.ndarray[Any, Any] | None:
+        """The numbers of a constant; None: a node makes this value, or training changes it."""
+        if name in self._known:
+            return self._known[name]
+        tensor = self._state(self._paths[name]) if name in self._paths else None
+        return None if tensor is None or tensor.requires_grad else tensor.numpy()
 
     def _keep(self, name: str, array: np.ndarray[Any, Any], *, trained: bool) -> None:
         """Hold a constant of the file: as sizes, as a parameter or as a buffer."""
@@ -304,14 +316,6 @@ def _array(tensor: onnx.TensorProto, path: Path) -> np.ndarray[Any, Any]:
             f"{path.name}: {tensor.name!r} has the data type {tensor.data_type}, not read"
         )
     return numpy_helper.to_array(tensor, base_dir=str(path.parent))
-
-
-def _constant(node: NodeOf) -> np.ndarray[Any, Any]:
-    for name, value in node.attributes.items():
-        if name in ("value", "value_int", "value_float", "value_ints", "value_floats"):
-            kind = np.float32 if "float" in name else None
-            return np.asarray(value, dtype=kind)
-    raise node.refuse("a constant of text, or one of few entries, is not read")
 
 
 def _entries(values: Sequence[onnx.ValueInfoProto], file: str) -> tuple[FileInput, ...]:

@@ -286,6 +286,18 @@ def _top(node: NodeOf, inputs: Sequence[Value]) -> tuple[Tensor, ...]:
     return tuple(part.narrow(dim, 0, count) for part in found)
 
 
+def _nonzero(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    """Places of entries that are not zero, a column each; of sizes, they are sizes."""
+    if is_sizes(inputs[0]):
+        return np.stack(np.nonzero(inputs[0])).astype(object)  # type: ignore[arg-type]
+    x = as_tensor(inputs[0])
+    if type(x) is not Tensor:  # in a trace
+        raise node.refuse(
+            "how many entries are not zero depends on values; no plan has a size for it"
+        )
+    return torch.nonzero(x).t()
+
+
 SHAPES: dict[str, Function] = {
     "Shape": _shape,
     "Size": _size,
@@ -303,6 +315,7 @@ SHAPES: dict[str, Function] = {
     "GatherND": _gather_nd,
     "ScatterND": _scatter_nd,
     "ScatterElements": _scatter_elements,
+    "NonZero": _nonzero,
     "Expand": _expand,
     "Tile": _tile,
     "Range": _range,

@@ -118,3 +118,16 @@ def axes_of(node: NodeOf, inputs: Sequence[Value], place: int, name: str = "axes
         return [int(axis) for axis in ints(node, given)]
     own = node.get(name)
     return [] if own is None else [int(axis) for axis in ([own] if isinstance(own, int) else own)]
+
+
+def constant(node: NodeOf) -> NDArray[Any]:
+    """What a Constant node holds.
+
+    Raises:
+        ModelError: text, or a tensor that is written down by its few entries.
+    """
+    for name, value in node.attributes.items():
+        if name in ("value", "value_int", "value_float", "value_ints", "value_floats"):
+            kind = np.float32 if "float" in name else None
+            return np.asarray(value, dtype=kind)
+    raise node.refuse("a constant of text, or one of few entries, is not read")

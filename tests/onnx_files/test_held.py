@@ -1,15 +1,18 @@
-"""What of a file is trained: what its model trained, as far as the file tells."""
+"""What a file holds: what of it is trained, what its names are, and what its constants give."""
 
 import warnings
 from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 import autopipe
+from autopipe.errors import ModelError
+from tests.support.staged import trace_model
 
 
 class Attention(nn.Module):
@@ -113,3 +116,43 @@ def test_sizes_are_divided_towards_zero(tmp_path: Path) -> None:
     file_of(tmp_path / "net.onnx", nodes, held)
     read = autopipe.from_onnx(tmp_path / "net.onnx")
     assert torch.equal(read(torch.zeros(2, 8)), torch.full((2, 8), -2.0))
+
+
+@pytest.mark.parametrize("kind", [np.bool_, np.int64, np.float32])
+def test_the_places_in_a_constant_that_are_not_zero_are_a_constant(
+    tmp_path: Path, kind: type
+) -> None:
+    """As exporters write `x[:, mask]` of a buffer; a trace has a size for the result."""
+    mask = np.array([1, 0, 1, 0, 0, 1, 1, 0]).astype(kind)
+    nodes = [
+        helper.make_node("NonZero", ["mask"], ["places"]),
+        helper.make_node("Squeeze", ["places", "zero"], ["row"]),
+        helper.make_node("Gather", ["x", "row"], ["picked"], axis=1),
+        helper.make_node("MatMul", ["picked", "weight"], ["y"]),
+    ]
+    weight = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    held = {"zero": np.array([0]), "weight": weight}
+    if kind is np.float32:  # a constant: as an initializer it would be trained
+        value = numpy_helper.from_array(mask)
+        nodes.insert(0, helper.make_node("Constant", [], ["mask"], value=value))
+    else:
+        held["mask"] = mask
+    file_of(tmp_path / "net.onnx", nodes, held)
+    read = autopipe.from_onnx(tmp_path / "net.onnx")
+    x = torch.randn(3, 8)
+    assert torch.allclose(read(x), x[:, mask != 0] @ torch.tensor(weight), atol=1e-6)
+    traced = trace_model(read, lambda rows: torch.randn(rows, 8), lambda y, _: y.mean())
+    assert [node.short for node in traced.graph.nodes].count("index_select") == 1
+
+
+def test_places_that_depend_on_values_are_refused_in_a_plan(tmp_path: Path) -> None:
+    """Outside of a plan the file computes them."""
+    nodes = [
+        helper.make_node("NonZero", ["x"], ["places"]),
+        helper.make_node("Cast", ["places"], ["y"], to=TensorProto.FLOAT),
+    ]
+    file_of(tmp_path / "net.onnx", nodes, {})
+    read = autopipe.from_onnx(tmp_path / "net.onnx")
+    assert read(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).tolist() == [[0, 1], [1, 0]]
+    with pytest.raises(ModelError, match="how many entries are not zero depends on values"):
+        trace_model(read, lambda rows: torch.ones(rows, 8), lambda y, _: y.mean())
