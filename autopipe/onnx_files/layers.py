@@ -115,7 +115,7 @@ def _conv_transpose(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
 
 def _max_pool(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
     x, kernel = as_tensor(inputs[0]), node.get("kernel_shape")
-    if node.outputs > 1:
+    if node.read > 1:
         raise node.refuse("the places of the largest entries are not read")
     dims, pads = len(kernel), _pool_pads(node, kernel)
     if pads is None:
@@ -179,7 +179,7 @@ def _layer_norm(node: NodeOf, inputs: Sequence[Value]) -> Any:
     shape, dims = x.shape[axis:], tuple(range(axis, x.ndim))
     shift = None if shift is None else shift.expand(shape)
     made = F.layer_norm(x, shape, scale.expand(shape), shift, eps)
-    if node.outputs == 1:
+    if node.read == 1:
         return made
     mean, variance = x.mean(dims, keepdim=True), x.var(dims, correction=0, keepdim=True)
     return made, mean, torch.rsqrt(variance + eps)
@@ -206,7 +206,7 @@ def _instance_norm(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
 
 def _dropout(node: NodeOf, inputs: Sequence[Value]) -> Any:
     """In evaluation, as files are exported, nothing is dropped."""
-    if node.outputs > 1:
+    if node.read > 1:
         raise node.refuse("the mask of a dropout as a result is not read")
     if len(inputs) > 2 and inputs[2] is not None and bool(as_tensor(inputs[2])):
         ratio = _given(inputs, 1)
@@ -218,7 +218,7 @@ def _attention(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
     """Attention of op set 23: (rows, heads, tokens, width), or (rows, tokens, heads * width)."""
     q, k, v = (as_tensor(value) for value in inputs[:3])
     mask = _given(inputs, 3)
-    if node.outputs > 1 or any(value is not None for value in inputs[4:]) or node.get("softcap", 0):
+    if node.read > 1 or any(value is not None for value in inputs[4:]) or node.get("softcap", 0):
         raise node.refuse("attention with a cache, its scores as results or a soft cap is not read")
     flat = q.ndim == 3
     if flat:
@@ -252,7 +252,7 @@ def _einsum(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
 
 def _cross_entropy(function: Callable[..., Tensor]) -> Function:
     def compute(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
-        if node.outputs > 1:
+        if node.read > 1:
             raise node.refuse("the logarithms of a loss as a result are not read")
         return function(
             as_tensor(inputs[0]),

@@ -16,24 +16,22 @@ A name as `layers.0.mlp.weight` makes submodules, as in the model that the file 
 from __future__ import annotations
 
 import inspect
-import keyword
-import re
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
 from autopipe.onnx_files.control import InnerGraph, control
 from autopipe.onnx_files.elementwise import DTYPES
+from autopipe.onnx_files.entries import FileInput, entries_of, inputs_of, python_names
 from autopipe.onnx_files.ops import function_of, is_default
 from autopipe.onnx_files.ties import Matrices
-from autopipe.onnx_files.trained import trained_names
+from autopipe.onnx_files.trained import read_names, trained_names
 from autopipe.onnx_files.values import (
     MOST_SIZES,
     Function,
@@ -77,15 +75,6 @@ class Step:
         values.update(zip(self.makes, made, strict=False))
 
 
-@dataclass(frozen=True)
-class FileInput:
-    """An input of a file: its name in Python, its dtype, its dims; text is a dim that may vary."""
-
-    name: str
-    dtype: torch.dtype
-    dims: tuple[int | str, ...]
-
-
 class OnnxModule(nn.Module):
     """The computation of a file; forward takes its inputs, by place or by name.
 
@@ -107,14 +96,15 @@ class OnnxModule(nn.Module):
         self._known: dict[str, Sizes] = {}
         self._paths: ChainMap[str, str] = ChainMap()
         self._tied: dict[str, tuple[str, bool]] = {}
-        inputs = _inputs(graph)
-        self.entries = _entries(inputs, self._file)
+        inputs = inputs_of(graph)
+        self.entries = entries_of(inputs, self._file)
         self._names = tuple(value.name for value in inputs)
         self.results = tuple(value.name for value in graph.output)
         known = [value.type.tensor_type for value in graph.output]
         said = len(known) == 1 and known[0].HasField("shape")
         self.dims = len(known[0].shape.dim) if said else None
         self._matrices = Matrices()
+        self._read_names = read_names(graph)
         self._steps = self._read(graph, version, path)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +184,8 @@ class OnnxModule(nn.Module):
                 if not is_default(node, attribute, version)
                 and attribute.type != AttributeProto.GRAPH
             },
-            outputs=sum(bool(name) for name in node.output),
+            outputs=len(node.output),
+            read=1 + sum(name in self._read_names for name in node.output[1:]),
             version=version,
         )
         if node.domain not in OWN:
@@ -230,7 +221,7 @@ class OnnxModule(nn.Module):
             self._known[name] = array
             return
         home: nn.Module = self
-        *parents, last = _python_names(name)
+        *parents, last = python_names(name)
         for place, part in enumerate(parents):
             while hasattr(home, part) and part not in dict(home.named_children()):
                 part += "_"  # a tensor may be called `a`, and another one `a.b`
@@ -264,7 +255,7 @@ def from_onnx(path: str | Path) -> nn.Module:
     """
     path = Path(path)
     model = _read(path)
-    names = [entry.name for entry in _entries(_inputs(model.graph), path.name)]
+    names = [entry.name for entry in entries_of(inputs_of(model.graph), path.name)]
 
     def forward(self: OnnxModule, *args: Any, **kwargs: Any) -> Any:
         return OnnxModule.forward(self, *args, **kwargs)
@@ -302,12 +293,6 @@ def _read(path: Path) -> onnx.ModelProto:
     return inliner.inline_local_functions(model)
 
 
-def _inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """The inputs of a run; old files list their initializers among them."""
-    held = {tensor.name for tensor in graph.initializer}
-    return [value for value in graph.input if value.name not in held]
-
-
 def _array(tensor: onnx.TensorProto, path: Path) -> np.ndarray[Any, Any]:
     from onnx import numpy_helper
 
@@ -316,35 +301,3 @@ def _array(tensor: onnx.TensorProto, path: Path) -> np.ndarray[Any, Any]:
             f"{path.name}: {tensor.name!r} has the data type {tensor.data_type}, not read"
         )
     return numpy_helper.to_array(tensor, base_dir=str(path.parent))
-
-
-def _entries(values: Sequence[onnx.ValueInfoProto], file: str) -> tuple[FileInput, ...]:
-    """The inputs of the file, each with a name that an argument may have: `0` is `input_0`.
-
-    Raises:
-        ModelError: an entry is no tensor, or has a dtype that is not read.
-    """
-    found: dict[str, FileInput] = {}
-    for value in values:
-        tensor = value.type.tensor_type
-        if not value.type.HasField("tensor_type") or tensor.elem_type not in DTYPES:
-            raise ModelError(
-                f"{file}: the input {value.name!r} is no tensor of a dtype that is read"
-            )
-        dims = tuple(
-            dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}_{n}"
-            for n, dim in enumerate(tensor.shape.dim)
-        )
-        name = "_".join(_python_names(value.name))
-        name = f"input_{name}" if name[0].isdigit() else name
-        while name in found:  # of two names that Python cannot tell apart
-            name += "_"
-        found[name] = FileInput(name, DTYPES[tensor.elem_type], dims)
-    return tuple(found.values())
-
-
-def _python_names(name: str) -> Sequence[str]:
-    """The parts of a name between its dots, each as an attribute that a module may have."""
-    found = [re.sub(r"\W", "_", part) for part in name.split(".") if part] or ["value"]
-    taken = dir(nn.Module())
-    return [f"{part}_" if keyword.iskeyword(part) or part in taken else part for part in found]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
-from autopipe.onnx_files.module import FileInput, OnnxModule, from_onnx
+from autopipe.onnx_files.entries import FileInput
+from autopipe.onnx_files.module import OnnxModule, from_onnx
 
 WORDS = 2
 """A bound on an example's integers, which have to be below the rows of any table."""

@@ -67,6 +67,13 @@ def trained_names(graph: onnx.GraphProto) -> frozenset[str]:
     )
 
 
+def read_names(graph: onnx.GraphProto) -> frozenset[str]:
+    """The values that a node reads or that are results, of a graph and of the graphs in it."""
+    inner = (own.g for node in _nodes(graph) for own in node.attribute)
+    results = (value.name for each in (graph, *inner) for value in each.output)
+    return frozenset((*(name for node in _nodes(graph) for name in node.input), *results))
+
+
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """The nodes of a graph, and of the graphs in them."""
     for node in graph.node:

@@ -40,6 +40,7 @@ class NodeOf:
         where: for messages: the file, the node's name and its op.
         attributes: as `onnx.helper.get_attribute_value` gives them, text decoded.
         outputs: the number of its results, unnamed ones included.
+        read: the number of those that something reads; the first one counts always.
         version: of the op set of the file.
     """
 
@@ -47,6 +48,7 @@ class NodeOf:
     where: str
     attributes: Mapping[str, Any]
     outputs: int
+    read: int
     version: int
 
     def get(self, name: str, default: Any = None) -> Any:

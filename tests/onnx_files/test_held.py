@@ -156,3 +156,24 @@ def test_places_that_depend_on_values_are_refused_in_a_plan(tmp_path: Path) -> N
     assert read(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).tolist() == [[0, 1], [1, 0]]
     with pytest.raises(ModelError, match="how many entries are not zero depends on values"):
         trace_model(read, lambda rows: torch.ones(rows, 8), lambda y, _: y.mean())
+
+
+def test_results_that_nothing_reads_are_not_asked_for(tmp_path: Path) -> None:
+    """Older files name the mask of a dropout and the places of a pool's largest entries. The parts
+    of a split count whether they are read or not: 8 / 4 columns each."""
+    nodes = [
+        helper.make_node("Dropout", ["x"], ["kept", "mask"]),
+        helper.make_node("Split", ["kept"], ["a", "b", "c", "d"], axis=1, num_outputs=4),
+        helper.make_node("Concat", ["a", "a", "c", "c"], ["joined"], axis=1),
+        helper.make_node("Add", ["joined", "bias"], ["y"]),
+    ]
+    file_of(tmp_path / "net.onnx", nodes, {"bias": np.ones(8, np.float32)})
+    old = onnx.load(tmp_path / "net.onnx")
+    old.opset_import[0].version = 13  # in which the number of outputs says into how many parts
+    del old.graph.node[1].attribute[1]
+    old.graph.node[1].output[1] = ""  # its second part has no name
+    onnx.save(old, tmp_path / "old.onnx")
+    x = torch.randn(3, 8)
+    for name in ("net.onnx", "old.onnx"):
+        found = autopipe.from_onnx(tmp_path / name)(x)
+        assert torch.equal(found, x[:, [0, 1, 0, 1, 4, 5, 4, 5]] + 1)
