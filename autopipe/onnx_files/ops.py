@@ -88,6 +88,7 @@ READ = {
     "Resize": "antialias coordinate_transformation_mode cubic_coeff_a mode nearest_mode",
     "RNN": _RECURRENT,
     "RotaryEmbedding": "interleaved num_heads rotary_embedding_dim",
+    "Scatter": "axis",
     "ScatterElements": "axis reduction",
     "ScatterND": "reduction",
     "Scan": "num_scan_inputs scan_input_axes scan_input_directions scan_output_axes "
@@ -101,7 +102,7 @@ READ = {
     "Split": "axis num_outputs split",
     "SplitToSequence": "axis keepdims",
     **dict.fromkeys(("Squeeze", "Unsqueeze"), "axes"),
-    "TopK": "axis largest sorted",
+    "TopK": "axis k largest sorted",
     "Transpose": "perm",
     "Trilu": "upper",
     "Upsample": "mode scales",

@@ -279,7 +279,8 @@ def _largest(node: NodeOf, inputs: Sequence[Value]) -> Value:
 
 def _top(node: NodeOf, inputs: Sequence[Value]) -> tuple[Tensor, ...]:
     """The largest entries; of equal ones the first come first, which torch.topk leaves open."""
-    count, dim = int(ints(node, inputs[1])[0]), node.get("axis", -1)
+    count = int(ints(node, inputs[1])[0] if len(inputs) > 1 else node.get("k"))
+    dim = node.get("axis", -1)
     found = torch.sort(
         as_tensor(inputs[0]), dim=dim, descending=bool(node.get("largest", 1)), stable=True
     )
@@ -314,6 +315,7 @@ SHAPES: dict[str, Function] = {
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
     "ScatterND": _scatter_nd,
+    "Scatter": _scatter_elements,  # as it was called before op set 11
     "ScatterElements": _scatter_elements,
     "NonZero": _nonzero,
     "Expand": _expand,

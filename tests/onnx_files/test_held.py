@@ -177,3 +177,20 @@ def test_results_that_nothing_reads_are_not_asked_for(tmp_path: Path) -> None:
     for name in ("net.onnx", "old.onnx"):
         found = autopipe.from_onnx(tmp_path / name)(x)
         assert torch.equal(found, x[:, [0, 1, 0, 1, 4, 5, 4, 5]] + 1)
+
+
+def test_the_number_of_largest_entries_was_an_attribute_once(tmp_path: Path) -> None:
+    """Before op set 10; and ScatterElements was called Scatter."""
+    nodes = [
+        helper.make_node("TopK", ["x"], ["largest", "places"], k=3, axis=1),
+        helper.make_node("Scatter", ["bias", "places", "largest"], ["y"], axis=1),
+    ]
+    file_of(tmp_path / "net.onnx", nodes, {"bias": np.zeros((2, 8), np.float32)})
+    old = onnx.load(tmp_path / "net.onnx")
+    old.opset_import[0].version, old.ir_version = 9, 4
+    old.graph.input.append(helper.make_tensor_value_info("bias", TensorProto.FLOAT, [2, 8]))
+    onnx.save(old, tmp_path / "net.onnx")
+    x = torch.randn(2, 8)
+    largest, places = x.topk(3)
+    wanted = torch.zeros(2, 8).scatter(1, places, largest)
+    assert torch.equal(autopipe.from_onnx(tmp_path / "net.onnx")(x), wanted)
