@@ -16,7 +16,7 @@ from autopipe.runtime.checkpoint import trained
 from autopipe.runtime.cut_again import split_at_length, split_to_evaluate, traces_at_lengths
 from autopipe.runtime.parameters.hold import hold
 from autopipe.runtime.parameters.materialize import Origin
-from autopipe.runtime.script.clipping import Clipping, parted_dims
+from autopipe.runtime.script.clipping import Clipping, own_parts, parted_dims
 from autopipe.runtime.script.stale import check_fresh
 from autopipe.runtime.script.unmoved import Unmoved
 from autopipe.runtime.start import (
@@ -104,6 +104,7 @@ def parallelize(
         parts=plan.parted,
         stages=plan.mesh.pp > 1,
         parted=parted_dims(held.gradients, sharding),
+        own=own_parts(held.gradients, sharding, joined.place),
     )
     unmoved = Unmoved(
         model,

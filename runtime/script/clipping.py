@@ -52,9 +52,10 @@ class Clipping:
         parts: whether ranks have parts of the model's gradients, and not each all of them.
         stages: whether other ranks have other stages.
         parted: the dims of a parameter that this rank has a part of, by name.
+        own: which part of it, in words, by name.
 
     Attributes:
-        parted: the same.
+        parted, own: the same.
     """
 
     def __init__(
@@ -67,13 +68,14 @@ class Clipping:
         parts: bool,
         stages: bool = False,
         parted: Mapping[str, Iterable[int]] = MappingProxyType({}),
+        own: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._gradients, self._sharding, self._place = gradients, sharding, place
         self._world, self._parts = world, parts
         self._states: list[tuple[int, int]] = []
         self._some: Tensor | None = None
         self._last: _Scaled | None = None
-        self.parted, self._part_changes = parted, PartChanges(parted)
+        self.parted, self.own, self._part_changes = parted, own, PartChanges(parted)
         self._moves = Moves(parted, norms=stages)
         self._scaled = Scale()
 
@@ -194,4 +196,14 @@ def parted_dims(gradients: Gradients, sharding: Sharding) -> dict[str, list[int]
         lies, rows = sharding.states.get(name, I), gradients.rows.get(name)
         found[name] = [lies.dim] if lies.sharded else []
         found[name] += [rows.dim] if rows is not None else []
+    return found
+
+
+def own_parts(gradients: Gradients, sharding: Sharding, place: Place) -> dict[str, str]:
+    """Which part of each parameter a rank has, in words that are the same on all ranks that have
+    it, by name."""
+    found = {}
+    for name in gradients.shards():
+        lies, rows = sharding.states.get(name, I), gradients.rows.get(name)
+        found[name] = f"{place.tp if lies.sharded else ''} {rows or ''}"
     return found

@@ -171,13 +171,13 @@ class OwnNumbers:
             return None
         last = self._last.get((what, ranks))
         self._last[what, ranks] = now
-        if not _differ(*now, UNLIKE):
+        if not differ(*now, UNLIKE):
             return None
-        if first.norm and second.norm and not _differ(first.norm, second.norm, ALIKE):
+        if first.norm and second.norm and not differ(first.norm, second.norm, ALIKE):
             return now
-        if last is None or not all(_differ(*pair, UNLIKE) for pair in zip(now, last, strict=True)):
+        if last is None or not all(differ(*pair, UNLIKE) for pair in zip(now, last, strict=True)):
             return None
-        return now if _differ(now[0] * last[1], last[0] * now[1], UNLIKE) else None
+        return now if differ(now[0] * last[1], last[0] * now[1], UNLIKE) else None
 
 
 def numbers(gradients: Scale, weights: Scale) -> tuple[int, ...]:
@@ -197,12 +197,13 @@ _WORDS = "scaled their gradients", "moved their weights along the gradients"
 def _of_one_stage(first: Scale, second: Scale) -> tuple[float, float] | None:
     """The factors of two ranks that have parts of the same weights, if they differ."""
     for pair in ((first.every, second.every), (first.one, second.one)):
-        if 0.0 not in pair and _differ(*pair, ALIKE):
+        if 0.0 not in pair and differ(*pair, ALIKE):
             return pair
     return None
 
 
-def _differ(one: float, other: float, by: float) -> bool:
+def differ(one: float, other: float, by: float) -> bool:
+    """Whether two numbers differ by more than a share of the larger."""
     return abs(one - other) > by * max(abs(one), abs(other))
 
 

@@ -125,6 +125,7 @@ class Unmoved:
         self._copied.note()
         self._frozen.note()
         self._lent.note()
+        self._updates.note()
         if self._stale is not None:
             self._stale.note()
 

@@ -34,6 +34,8 @@ from autopipe.frontend.optimizer import CUSTOM, ByName, Named
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.script.again import NoOther, another
 from autopipe.runtime.script.clipping import Clipping
+from autopipe.runtime.script.drawn import WIDTH as OF_DRAWN
+from autopipe.runtime.script.drawn import DrawnWeights
 from autopipe.runtime.script.lent import Untrained
 from autopipe.runtime.script.own_numbers import WIDTH, OwnNumbers, Scale, numbers
 from autopipe.runtime.script.part_changes import PartChanges
@@ -49,11 +51,11 @@ class Since:
     Attributes:
         numbers: `NONE`, `OWN` or `OF_OTHERS`, which may be a rank's without parameters; of
             optimizers of this rank's parameters how many groups of unlike options there were, above
-            a hash of them; and what it has scaled (`own_numbers.numbers`).
+            a hash of them; what it has scaled (`own_numbers`), and written (`drawn`).
         check: compares the last of these, of all ranks.
     """
 
-    numbers: tuple[int, ...] = (0,) * (2 + WIDTH)
+    numbers: tuple[int, ...] = (0,) * (2 + WIDTH + OF_DRAWN)
     check: Callable[[Sequence[Sequence[int]]], object] = len  # of a call that is no step
 
 
@@ -85,6 +87,7 @@ class Updates:
         self._own, self._weights = dict(trained), PartChanges(clipping.parted, "weight")
         self._stepped: set[int] = set()
         self._own_numbers = OwnNumbers(plan)
+        self._drawn = DrawnWeights(trained, clipping.own, parted=plan.parted)
         self._dropped = 0
         self._moved: Scale | None = None
         self._began, self._options = NONE, set[str]()
@@ -144,6 +147,11 @@ class Updates:
         if any(id(one) in self._trained for g in optimizer.param_groups for one in g["params"]):
             self._clipping.used()
             self._weights.note(self._own)
+            self._drawn.note()
+
+    def note(self) -> None:
+        """Take weights as they are: a step has run."""
+        self._drawn.note()
 
     def check(self) -> None:
         """Before a step, look at what optimizers have changed since the last one.
@@ -174,7 +182,12 @@ class Updates:
         digest = hashlib.blake2b("\n".join(options).encode(), digest_size=4).digest()
         groups = len(options) << 32 | int.from_bytes(digest, "big")
         scaled = numbers(self._clipping.scaled(), self._moved or Scale())
-        return Since((began, groups, *scaled), self._own_numbers.check)
+        return Since((began, groups, *scaled, *self._drawn.numbers()), self._compare)
+
+    def _compare(self, told: Sequence[Sequence[int]]) -> None:
+        """Look at what all ranks have scaled and written, by rank."""
+        self._own_numbers.check([of_rank[:WIDTH] for of_rank in told])
+        self._drawn.check([of_rank[WIDTH:] for of_rank in told])
 
     def _check_kind(self, optimizer: Optimizer) -> ModelError | None:
         """Refuse one that the plan was not made for, if it needs more than this rank has.

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import autopipe
 from autopipe import ModelError
 from tests.support.models import CLASSES
-from tests.support.pipes import ZOO, drawn, planned, refused, sgd, story
+from tests.support.pipes import ZOO, close, drawn, piped, planned, refused, sgd, story, whole_loss
+from tests.support.pipes import own as own_part
 
 # Two replicas under ZeRO-1: each rank has half of the weight's rows
 
@@ -230,3 +231,32 @@ def weights_moved_by_the_norm_of_a_part() -> None:
 
 def norm_of(parameters: list[nn.Parameter]) -> Tensor:
     return nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+
+
+@story(2)
+def weights_initialised_anew_by_random_numbers() -> None:
+    """Each rank would draw for its part of the model, rows or a stage: plain PyTorch draws for all
+    of it, and a whole new module by the same seed may be given. So may a part of what was loaded,
+    beside batches that are drawn."""
+    for name, pp, dp in (("linear", 1, 2), ("gpt", 2, 1)):
+        case, plan = ZOO[name], planned(name, pp, dp, 1, zero=dp - 1)
+        pipe, ninth = piped(name, plan), drawn(name, plan.batch.rows, 9)
+        optimizer = sgd(pipe.parameters())
+        for number in range(2):
+            if number:  # before the first step, and between two
+                pipe.step(drawn(name, plan.batch.rows, number))
+                optimizer.step()
+            torch.manual_seed(5)
+            for one in pipe.parameters():
+                if one.ndim > 1:
+                    nn.init.xavier_uniform_(one)
+            told = "written random numbers into their weights", "pipe.load_state_dict"
+            with refused(ModelError, *told):
+                pipe.step(drawn(name, plan.batch.rows, number))
+            torch.manual_seed(5)
+            new = case.model()
+            pipe.load_state_dict(new.state_dict())
+            close(pipe.evaluate(ninth), whole_loss(name, new, ninth))
+            with torch.no_grad():
+                for key, one in pipe.named_parameters():
+                    one.copy_(own_part(pipe, key, torch.randn(new.get_parameter(key).shape)))
