@@ -27,10 +27,14 @@ from autopipe.runtime.script.copied import some_of
 from autopipe.runtime.script.own_numbers import OF, SAMPLED, Moves, Scale
 from autopipe.runtime.script.part_changes import PartChanges
 
+KINDS = 2.0, float("inf"), 1.0
+"""Of norms that a script may clip by."""
+
 
 @dataclass(frozen=True)
 class _Scaled:
-    """The norm of a rank's gradients when `step` ended, and when the optimizer began."""
+    """The norm of a rank's gradients, of one kind, when `step` ended, and when the optimizer
+    began."""
 
     before: float
     after: float
@@ -74,7 +78,7 @@ class Clipping:
         self._world, self._parts = world, parts
         self._states: list[tuple[int, int]] = []
         self._some: Tensor | None = None
-        self._last: _Scaled | None = None
+        self._last: list[_Scaled] = []
         self.parted, self.own, self._part_changes = parted, own, PartChanges(parted)
         self._moves = Moves(parted, norms=stages)
         self._scaled = Scale()
@@ -147,16 +151,18 @@ class Clipping:
         factor = _factor(self._some, _some(found), rounding)
         if not factor:
             return
-        after = float(torch.nn.utils.get_total_norm(found))
-        now, last = _Scaled(after / factor, after), self._last
-        self._last = now
-        if last is not None and now.clipped_like(last, rounding):
-            raise ModelError(
-                f"this rank's gradients were scaled to a norm of {after:.4g} before two updates, "
-                f"from {last.before:.4g} and from {now.before:.4g}: that is the norm of its own "
-                "part of the model, and every rank has another one",
-                hint=f"pipe.clip_grad_norm_({after:.2g}) clips by the norm of the whole model",
-            )
+        afters = [float(torch.nn.utils.get_total_norm(found, kind)) for kind in KINDS]
+        scaled, last = [_Scaled(after / factor, after) for after in afters], self._last
+        self._last = scaled
+        for kind, now, before in zip(KINDS, scaled, last, strict=False):
+            if now.clipped_like(before, rounding):
+                which, to = (f" (of kind {kind:g})", 1.0) if kind != KINDS[0] else ("", now.after)
+                raise ModelError(
+                    f"this rank's gradients were scaled to a norm{which} of {now.after:.4g} before "
+                    f"two updates, from {before.before:.4g} and from {now.before:.4g}: that is the "
+                    "norm of its own part of the model, and every rank has another one",
+                    hint=f"pipe.clip_grad_norm_({to:.2g}) clips by the norm of the whole model",
+                )
 
     def _parameters(self) -> Iterable[nn.Parameter]:
         return self._gradients.shards().values()

@@ -28,7 +28,7 @@ SAMPLED, OF = 256, 4
 ALIKE, UNLIKE = 1e-3, 1e-2
 """Shares of a number: two that differ by less are one, and by more are two. Roundings are less."""
 
-WIDTH = 6
+WIDTH = 8
 """The numbers that a rank tells of itself."""
 
 
@@ -41,20 +41,34 @@ class Scale:
         one: of one parameter that ranks have parts of.
         every: of all that were changed, of two or more.
         norm: of all the rank's gradients that are scaled, or weights' moves; 0: not known.
+        lone: of the one weight of a rank that has no other: by a norm of the rank's, or by one of
+            each weight's own.
     """
 
     one: float = 0.0
     every: float = 0.0
     norm: float = 0.0
+    lone: float = 0.0
+
+    @property
+    def all(self) -> float:
+        """By how much all was changed that the rank has."""
+        return self.every or self.lone
 
 
 @dataclass(frozen=True)
 class _Entries:
-    """Some entries of weights and of their gradients, by the parameter's name."""
+    """Some entries of weights and of their gradients, by the parameter's name.
+
+    Attributes:
+        norm: of all gradients; None: it is not asked for.
+        alone: whether there is one weight, and no other.
+    """
 
     weights: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     norm: Tensor | None
+    alone: bool
 
 
 class Moves:
@@ -80,6 +94,7 @@ class Moves:
             _some(weights, names),
             _some(found, names),
             nn.utils.get_total_norm(found.values()) if found and self._norms else None,
+            len(weights) == 1,
         )
 
     def moved(self, weights: Mapping[str, nn.Parameter]) -> Scale | None:
@@ -97,9 +112,10 @@ class Moves:
             along = {n: seen.gradients[n] * seen.weights[n] ** power for n in own}
             every = _factor(changes, along, noise, own) if len(own) > 1 else 0.0
             one = _factor(changes, along, noise, self._of_one(weights) if self._one in own else ())
+            lone = _factor(changes, along, noise, own if seen.alone else ())
             norm = float(seen.norm) if seen.norm is not None and not power else 0.0
-            if every or one:
-                return Scale(one, every, abs(every) * norm)
+            if every or one or lone:
+                return Scale(one, every, abs(every or lone) * norm, lone)
         return Scale()
 
     def _of_one(self, tensors: Mapping[str, Tensor]) -> Sequence[str]:
@@ -129,8 +145,10 @@ class Moves:
         one = _factor(
             after, seen.gradients, noise, self._of_one(found) if self._one in after else ()
         )
-        norm = self._norms and every
-        return Scale(one, every, float(nn.utils.get_total_norm(found.values())) if norm else 0.0)
+        lone = _factor(after, seen.gradients, noise, own if seen.alone else ())
+        norm = self._norms and (every or lone)
+        total = float(nn.utils.get_total_norm(found.values())) if norm else 0.0
+        return Scale(one, every, total, lone)
 
 
 class OwnNumbers:
@@ -154,7 +172,7 @@ class OwnNumbers:
             stages, ones = dict[int, int](), dict[int, int]()  # the first rank of each that tells
             for place in places:
                 scale = scales[place.rank]
-                for known in (*[stages] * bool(scale.every), *[ones] * bool(scale.one)):
+                for known in (*[stages] * bool(scale.all), *[ones] * bool(scale.one)):
                     first = known.setdefault(place.pp, place.rank)
                     if apart := _of_one_stage(scales[first], scale):
                         raise _error(what, (first, place.rank), apart)
@@ -166,8 +184,8 @@ class OwnNumbers:
         self, what: str, ranks: tuple[int, int], first: Scale, second: Scale
     ) -> tuple[float, float] | None:
         """The factors of two stages, if they are of norms of their own."""
-        now = first.every, second.every
-        if 0.0 in now or 1.0 in now:
+        now = first.all, second.all
+        if 0.0 in now or 1.0 in now or not (first.every or second.every):
             return None
         last = self._last.get((what, ranks))
         self._last[what, ranks] = now
@@ -188,7 +206,7 @@ def numbers(gradients: Scale, weights: Scale) -> tuple[int, ...]:
 
 def _heard(told: Sequence[int]) -> tuple[Scale, Scale]:
     floats = struct.unpack(f"<{WIDTH}d", struct.pack(f"<{WIDTH}q", *told))
-    return Scale(*floats[:3]), Scale(*floats[3:])
+    return Scale(*floats[: WIDTH // 2]), Scale(*floats[WIDTH // 2 :])
 
 
 _WORDS = "scaled their gradients", "moved their weights along the gradients"

@@ -54,7 +54,9 @@ def clipping_of(gradients: Gradients, *, parts: bool = True) -> Clipping:
     )
 
 
-def told(change: Change, *, parts: bool = True, dtype: torch.dtype = torch.float32) -> int:
+def told(
+    change: Change, *, parts: bool = True, dtype: torch.dtype = torch.float32, to: str = "0.5"
+) -> int:
     """The step before whose update it is refused; STEPS: before none."""
     gradients = Gradients()
     clipping = clipping_of(gradients, parts=parts)
@@ -65,7 +67,7 @@ def told(change: Change, *, parts: bool = True, dtype: torch.dtype = torch.float
         try:
             clipping.check()
         except ModelError as error:
-            assert "pipe.clip_grad_norm_(0.5) clips by" in str(error.hint)
+            assert f"pipe.clip_grad_norm_({to}) clips by" in str(error.hint)
             return step
     return STEPS
 
@@ -77,6 +79,16 @@ def clipped(parameters: list[nn.Parameter], step: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_is_clipped_twice(dtype: torch.dtype) -> None:
     assert told(clipped, dtype=dtype) == 1
+
+
+@pytest.mark.parametrize("kind", [1.0, float("inf")])
+def test_norms_of_other_kinds(kind: float) -> None:
+    """As of a stage whose gradients are larger than those of the others, which stay as they are."""
+
+    def change(parameters: list[nn.Parameter], step: int) -> None:
+        nn.utils.clip_grad_norm_(parameters, 0.5, norm_type=kind)
+
+    assert told(change, to="1") == 1
 
 
 def test_by_hand() -> None:

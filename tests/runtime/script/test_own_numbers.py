@@ -123,6 +123,24 @@ def test_one_gradient_that_is_clipped_by_its_own_norm() -> None:
     assert moves.scaled(weights, least=1).every < 1
 
 
+def test_a_rank_of_one_weight() -> None:
+    """It may have been clipped by its own norm as one of many, or by the rank's: the other stage's
+    tells which."""
+    lone = {"weight": part(0)["weight"]}
+    moves = Moves({}, norms=True)
+    moves.note(lone)
+    nn.utils.clip_grad_norm_(lone.values(), 0.5)
+    scaled = moves.scaled(lone)
+    assert (scaled.one, scaled.every) == (0.0, 0.0) and 0 < scaled.lone < 1
+    assert scaled.norm == pytest.approx(0.5, rel=1e-4)
+    by_norm = moved(lone, sam)
+    assert by_norm is not None and by_norm.norm == pytest.approx(0.05, rel=1e-4)
+    several = moved(part(1), sam)
+    assert several is not None
+    assert compared(places(0, 1), (by_norm, several)) == 0
+    assert compared(places(0, 1), (by_norm, Scale(lone=0.3, norm=0.05))) == 1, "each weight's own?"
+
+
 def places(*stages: int) -> Any:
     """A plan of ranks of these stages."""
     ranks = [SimpleNamespace(rank=rank, pp=pp) for rank, pp in enumerate(stages)]
