@@ -116,6 +116,7 @@ def parallelize(
         trained=held.gradients.shards(),
         clipping=clipping,
         graph=traced.trace.graph,
+        speaks=joined.place.rank == 0,
     )
     return Pipe(
         rank,

@@ -8,6 +8,7 @@ Another trace shows whether the value is in the graph.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ class Unmoved:
         trained: what its optimizer is to update, by name.
         clipping: the rank's.
         graph: what the model was traced to.
+        speaks: whether this rank says what is not refused.
     """
 
     def __init__(
@@ -63,11 +65,15 @@ class Unmoved:
         trained: Mapping[str, nn.Parameter],
         clipping: Clipping,
         graph: Graph,
+        *,
+        speaks: bool = True,
     ) -> None:
         self._model, self._skeleton, self._example = model, skeleton, example
         self._loss, self._plan = loss, plan
         self._looked_at = model if isinstance(model, nn.Module) else skeleton
         self._moves: Counter[str] = Counter()
+        self._passed: Counter[str] = Counter()
+        self._told, self._speaks = set[str](), speaks
         self._watch, self._began = Stopwatch(), time.perf_counter()
         built = not isinstance(model, nn.Module)
         losses = [loss] if loss is not None else []
@@ -115,6 +121,8 @@ class Unmoved:
             self._moves[moved.name] += 1
             if self._is_due(self._moves[moved.name]):
                 self._check(moved)
+            else:
+                self._pass_over(moved)
         yield self._updates.since_last_step()
         self._note()
 
@@ -132,13 +140,32 @@ class Unmoved:
     def _check(self, moved: MovedValue) -> None:
         with self._watch("traced"):
             first = self._again(moved.model)
+        passed = self._passed.pop(moved.name, 0)
         if first is None:
             return
+        before = f"the {passed} steps" if passed > 1 else "the step"
+        trained = f", and {before} before, for which nobody looked, may have trained on it"
         raise ModelError(
             f"{moved.name.removeprefix(OF_FILES)!r} is another value than when the model was "
             "traced: batches, a scheduler, an optimizer or a script's loop has changed it, and the "
-            f"graph has the old one. First difference: {first}",
+            f"graph has the old one{trained if passed else ''}. First difference: {first}",
             hint=moved.hint,
+        )
+
+    def _pass_over(self, moved: MovedValue) -> None:
+        """Say, once, that a value has changed and no trace looks whether the graph has it."""
+        self._passed[moved.name] += 1
+        if moved.name in self._told or not self._speaks:
+            return
+        self._told.add(moved.name)
+        moves = self._moves[moved.name]
+        warnings.warn(
+            f"autopipe: {moved.name.removeprefix(OF_FILES)!r} has changed {moves} times, and to "
+            "see whether a step would need its new value takes another trace each time. These "
+            f"have taken {self._watch.seconds['traced']:.1f} s: from now on the next one is at "
+            f"change {1 << moves.bit_length()}, or once all of them are below {SHARE:.0%} of the "
+            f"run. Until then a step may train on an old value. hint: {moved.hint}",
+            stacklevel=2,
         )
 
     def _is_due(self, moves: int) -> bool:
