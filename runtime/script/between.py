@@ -6,11 +6,13 @@
 A graph keeps such a number as it was when the model was traced. The values are those of
 `eager.holders` whose names occur in code that the model or its loss may run (a script also counts
 its steps, which no model reads). Models that the user's file keeps (`HELD = [model]`) are watched
-too: they need not be the one that was traced.
+too: they need not be the one that was traced. So are the options of optimizers and schedules that
+code names (`optimizer.param_groups[0]["lr"]`), which are made after the model, and `os.environ`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections import deque
@@ -22,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.eager.frozen import INTERNAL, frozen
 from autopipe.eager.holders import Holder, Part, holders_of, modules_among
@@ -34,6 +38,12 @@ _GONE = object()
 
 _BY_TEXT = frozenset({"getattr", "vars", "__dict__", "attrgetter"})
 """What reads attributes by names that are no names in code: `getattr(self, f"scale_{number}")`."""
+
+_ENVIRONMENT = frozenset({"environ", "getenv"})
+"""What reads the environment, by the names of variables that code has as texts."""
+
+_OPTIONS = frozenset({"param_groups", "get_last_lr", "last_epoch", "_last_lr"})
+"""What reads options of an optimizer, or of a schedule of them."""
 
 _MUTABLE = set, deque, bytearray
 """Containers that are no holders of their own."""
@@ -77,11 +87,16 @@ class Between:
 
     def __init__(self, model: nn.Module, *parts: Part, built: bool = True) -> None:
         self.names = read = _read_by((model, *parts))
-        self._by_text = not _BY_TEXT.isdisjoint(_read_by((model, *parts), installed=False))
+        own_names = _read_by((model, *parts), installed=False)
+        self._by_text = not _BY_TEXT.isdisjoint(own_names)
         self._places = [
             _Place(holder, None if self._by_text and not holder.shared else read, None)
             for holder in holders_of(model, *parts)
         ]
+        if not _ENVIRONMENT.isdisjoint(own_names):
+            self._places.append(_Place(Holder("os.environ", os.environ), own_names, None))
+        named = [place.holder for place in self._places]
+        self._options = _Options(named, own_names) if own_names & _OPTIONS else None
         self._parts = parts
         kept_models = _kept_models(model, self._places) if built else []
         for kept in kept_models:
@@ -105,7 +120,9 @@ class Between:
 
     def moved(self) -> list[MovedValue]:
         """The values that have changed since the last call of this, or since it was made."""
-        return list(dict.fromkeys(moved for place in self._places for moved in place.moved()))
+        found = [moved for place in self._places for moved in place.moved()]
+        found += self._options.moved() if self._options is not None else []
+        return list(dict.fromkeys(found))
 
     def moved_buffers(self) -> list[MovedValue]:
         """Buffers that were replaced by another tensor since the last call of this; in models that
@@ -170,6 +187,49 @@ class _Place:
             for key, value in list(entries.items())
             if (self._read is None or key in self._read) and key not in INTERNAL
         ]
+
+
+class _Options:
+    """The options of optimizers and schedules that code names, whenever these are made.
+
+    Args:
+        holders: where code finds them.
+        names: those in code.
+    """
+
+    def __init__(self, holders: Sequence[Holder], names: frozenset[str]) -> None:
+        self._holders, self._names = holders, names
+        self._seen = self._now()
+
+    def moved(self) -> list[MovedValue]:
+        """The options that have changed since the last call of this."""
+        before, self._seen = self._seen, self._now()
+        return [
+            MovedValue(name, None)
+            for name in dict.fromkeys((*before, *self._seen))
+            if before.get(name) != self._seen.get(name)
+        ]
+
+    def _now(self) -> dict[str, Hashable]:
+        found: dict[str, Hashable] = {}
+        for holder in self._holders:
+            for key, value in list(holder.entries.items()):
+                if key not in self._names:
+                    continue
+                if isinstance(value, Optimizer):
+                    for number, group in enumerate(value.param_groups):
+                        at = f"{holder.label(key)}.param_groups[{number}]"
+                        options = ((name, one) for name, one in group.items() if name != "params")
+                        found |= {f"{at}[{name!r}]": _plain(one) for name, one in options}
+                elif isinstance(value, LRScheduler):
+                    kept = (n for n in ("_last_lr", "last_epoch") if n in vars(value))
+                    found |= {f"{holder.label(key)}.{n}": _plain(vars(value)[n]) for n in kept}
+        return found
+
+
+def _plain(value: Any) -> Hashable:
+    """A stand-in for a number, a tensor of one, or several of them."""
+    return frozen(value.tolist() if isinstance(value, Tensor) else value, deep=False)
 
 
 def _elements(value: Any) -> Sight | Hashable:

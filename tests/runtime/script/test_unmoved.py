@@ -3,6 +3,8 @@
 Plain PyTorch reads such a number in each step; what a model's own calls change, planning sees.
 """
 
+import os
+import sys
 from collections import deque
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch import nn
 
 import autopipe
 from autopipe import ModelError
+from autopipe.runtime.script import unmoved
 from tests.support.inprocess import machine
 from tests.support.odd_models import Net, built, inputs, square
 
@@ -211,6 +214,83 @@ def test_a_phase_that_begins_with_an_epoch() -> None:
         step()
     model.epoch = 5
     with pytest.raises(ModelError, match="'epoch' is another value"):
+        step()
+
+
+def test_a_value_that_nobody_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: once the traces for a value that changes in each step had taken their time, steps
+    trained on an old one without a word."""
+
+    class Phased(Net):
+        epoch = 0
+
+        def inside(self, hidden):
+            hidden = self.middle(hidden)
+            return 2 * hidden if self.epoch >= 5 else hidden
+
+    monkeypatch.setattr(unmoved, "SECONDS", 0.0)
+    monkeypatch.setattr(unmoved, "SHARE", 0.0)
+    model = built(Phased)
+    step = piped(model)
+    for epoch in range(2):  # looked at at its first and second change
+        model.epoch = epoch
+        step()
+    model.epoch = 2
+    with pytest.warns(UserWarning, match=r"'epoch' has changed 3 times, .* at change 4") as told:
+        step()
+    assert "hint: give what changes from step to step in the batch" in str(told[0].message)
+    for epoch in (3, 4, 5, 6):  # said once
+        model.epoch = epoch
+        step()
+    model.epoch = 7
+    with pytest.raises(ModelError, match=r"the graph has the old one, and the 3 steps before, for"):
+        step()
+
+
+def weighed_by_a_rate(outputs, batch):
+    rate = optimizer.param_groups[0]["lr"] if optimizer is not None else 0.1
+    return square(outputs, batch) * rate
+
+
+def weighed_by_a_schedule(outputs, batch):
+    return square(outputs, batch) * (schedule.get_last_lr()[0] if schedule is not None else 0.1)
+
+
+optimizer = schedule = None
+
+
+@pytest.mark.parametrize("loss", [weighed_by_a_rate, weighed_by_a_schedule])
+def test_a_rate_that_the_loss_reads(loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a loss that is weighed by the learning rate trained on with the first one. The optimizer
+    is made after the pipe; while the rate stays, steps go on."""
+    monkeypatch.setattr(sys.modules[__name__], "optimizer", None)
+    step = piped(built(Net), loss)
+    made = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    monkeypatch.setattr(sys.modules[__name__], "optimizer", made)
+    made_too = torch.optim.lr_scheduler.StepLR(made, 1)
+    monkeypatch.setattr(sys.modules[__name__], "schedule", made_too)
+    step()
+    step()
+    made.step()
+    made_too.step()
+    name = "optimizer.param_groups" if loss is weighed_by_a_rate else "schedule._last_lr"
+    with pytest.raises(
+        ModelError, match=rf"{name}.* is another value than when .* aten.mul.* 0.01"
+    ):
+        step()
+
+
+def test_the_environment_that_the_loss_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(outputs, batch):
+        return square(outputs, batch) * float(os.environ.get("AUTOPIPE_TEST_BETA", "1"))
+
+    monkeypatch.setenv("AUTOPIPE_TEST_BETA", "1")
+    step = piped(built(Net), loss)
+    step()
+    monkeypatch.setenv("AUTOPIPE_TEST_OTHER", "2")
+    step()
+    monkeypatch.setenv("AUTOPIPE_TEST_BETA", "0.5")
+    with pytest.raises(ModelError, match=r"'os.environ.AUTOPIPE_TEST_BETA' is another value"):
         step()
 
 
