@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from inspect import Parameter, signature
 from types import FrameType
 from typing import Any
@@ -94,11 +95,7 @@ class Updates:
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._unclear: weakref.WeakKeyDictionary[Optimizer, ModelError]
         self._unclear = weakref.WeakKeyDictionary()
-        for handle in (
-            register_optimizer_step_pre_hook(_Hook(self)),
-            register_optimizer_step_post_hook(_Hook(self, ends=True)),
-        ):
-            weakref.finalize(self, handle.remove)
+        _watch(self)
 
     def begins(self, optimizer: Optimizer) -> None:
         """Look at an optimizer that begins a step.
@@ -289,17 +286,38 @@ def _effect(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
             raise NoOther(why.message) from why
 
 
+_WATCHING: weakref.WeakSet[Updates] = weakref.WeakSet()
+
+
 class _Hook:
-    """Tells an `Updates`, while it lives, of each optimizer that begins a step, or ends one."""
+    """Tells each living `Updates` of each optimizer that begins a step, or ends one.
+
+    It is torch's for good, once there has been one: a hook that went as a pipe is collected would
+    go while torch calls hooks, which is an error.
+    """
 
     changes_nothing = True
 
-    def __init__(self, updates: Updates, *, ends: bool = False) -> None:
-        self._updates, self._ends = weakref.ref(updates), ends
+    def __init__(self, *, ends: bool) -> None:
+        self._ends = ends
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
-        updates = self._updates()
-        if updates is not None and self._ends:
-            updates.ends(optimizer)
-        elif updates is not None:
-            updates.begins(optimizer)
+        for updates in list(_WATCHING):
+            if self._ends:
+                updates.ends(optimizer)
+            else:
+                updates.begins(optimizer)
+
+
+@cache
+def _hooked() -> bool:
+    """Set the hooks, once."""
+    register_optimizer_step_pre_hook(_Hook(ends=False))
+    register_optimizer_step_post_hook(_Hook(ends=True))
+    return True
+
+
+def _watch(updates: Updates) -> None:
+    """Tell it of optimizers for as long as it lives."""
+    _WATCHING.add(updates)
+    _hooked()

@@ -3,11 +3,13 @@
 What else an optimizer may do to parts is told in `script_stories`, which has ranks.
 """
 
+import gc
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import autopipe
 from autopipe import ModelError, Pipe
@@ -131,3 +133,21 @@ def test_a_scaler_of_torchs() -> None:
         scaler.step(optimizer)
     assert "call optimizer.step() itself" in str(refused.value.hint)
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+
+
+def test_a_pipe_that_goes_while_an_optimizer_steps() -> None:
+    """Bug: its hook was taken out of torch's while torch went through them, which is an error."""
+    kept, last = [script()[0]], list[object]()
+
+    def collected(*_: object) -> None:
+        if last:
+            kept.clear()
+            gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collected)
+    _, step, optimizer = script()
+    step()
+    last.append(optimizer)
+    optimizer.step()
+    handle.remove()
+    assert not kept
