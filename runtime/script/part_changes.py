@@ -45,6 +45,7 @@ class PartChanges:
         largest = sorted(own, key=lambda name: gradients[name].numel())[-OF:]
         self._noted = {name: _some(gradients[name]).clone() for name in largest}
 
+    @torch.no_grad()
     def check(self, gradients: Mapping[str, Tensor]) -> None:
         """Look at the gradients that an optimizer is about to use; some were changed.
 
