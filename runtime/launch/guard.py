@@ -55,6 +55,11 @@ ASK = 0.5
 KILL = 1.5
 """Seconds from the hub's `end` to SIGKILL."""
 
+_LATE_HINT = (
+    "hint: pipe.step, evaluate, save, state_dict ... are calls of all ranks. Does one load its "
+    "batch or its model, or do something under `if rank == 0:`? This one waits on"
+)
+
 MEMORY = 24
 """Bytes of the three int64 numbers that a rank writes and its sidecar reads."""
 
@@ -198,6 +203,8 @@ class Guard:
                 self.control.send(welcome=True)
             if message.get("beat") is not None:
                 self._master = Whereabouts(*message["beat"])
+            if "late" in message:
+                say(f"{message['late']}\n{_LATE_HINT}")
             if "bye" in message:
                 self._acknowledged = True
             if "verdict" in message:

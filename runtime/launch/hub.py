@@ -12,6 +12,9 @@ another rank's death waits for reports of that death, which outrank it:
     it reports a lost connection or a wait that was too long echo     those above   3
     its process is gone, after its launcher's SIGTERM        told     those above   3
 
+A rank that waits long in a call of all ranks, while another one has not come, is no cause: rank 0's
+guard says so.
+
 The hub runs in rank 0's sidecar and imports neither torch nor the rest of autopipe.
 """
 
@@ -49,6 +52,9 @@ LEAVE = 5.0
 STRAY = 10.0
 """Seconds after one rank's goodbye in which another rank may still report that it is in a step: its
 message may be late, or its machine may be busy with other processes."""
+
+LATE = 10.0
+"""Seconds that a rank waits for one which is elsewhere before that is said."""
 
 GIVE_UP = 8.0
 """Seconds after which a sidecar ends although what it waits for has not happened."""
@@ -102,6 +108,8 @@ class Member:
         signalled: whether its launcher has ended it.
         gone: whether its process is gone.
         lost: whether its guard is silent or gone.
+        inside: whether it is in a call of all ranks.
+        since: when that or its place last changed.
     """
 
     connection: Connection
@@ -113,6 +121,8 @@ class Member:
     signalled: bool = False
     gone: bool = False
     lost: bool = False
+    inside: bool = False
+    since: float = 0.0
 
     @property
     def here(self) -> bool:
@@ -138,6 +148,7 @@ class Hub:
     _decided: float = 0.0
     _ended: float | None = None
     _beaten: float = 0.0
+    _told_of: list[int] = field(default_factory=list)
 
     def listen(self, server: socket.socket) -> None:
         """Accept guards that connect to `server`; `join` explains how they say who they are."""
@@ -173,6 +184,8 @@ class Hub:
             self.verdict, self._decided = elect(self._causes, now), now
             if self.verdict is not None:
                 self._tell(**self._verdict_message(self.verdict))
+            else:
+                self._look_for_waiting(now)
         if self.verdict is not None and self._ended is None and self._may_end(self.verdict):
             self._ended = now
             self._tell(end=True)
@@ -236,7 +249,10 @@ class Hub:
             if self._ended is not None:
                 member.connection.send(end=True)
         if "place" in message:
-            member.place = Whereabouts(*message["place"])
+            place, inside = Whereabouts(*message["place"]), bool(message.get("inside"))
+            if (place, inside) != (member.place, member.inside):
+                member.since = self.loop.clock
+            member.place, member.inside = place, inside
         if message.get("inside"):
             self._look_for_a_leaver(member, STRAY)
         if "cause" in message:
@@ -261,6 +277,24 @@ class Hub:
                 place = waiting.place
                 self._add(member, "left", f"it has ended, but {place.who} is {place.where}")
                 return
+
+    def _look_for_waiting(self, now: float) -> None:
+        """Have it said, once, that ranks wait in a call of all ranks for others."""
+        long = [m for m in self._members if m.here and now - m.since >= LATE]
+        waiting = [m for m in long if m.inside]
+        late = sorted((m for m in long if not m.inside), key=lambda member: member.rank)
+        if not waiting or not late:
+            self._told_of = []
+            return
+        if self._told_of == [member.rank for member in late]:
+            return
+        self._told_of = [member.rank for member in late]
+        first, whom = min(waiting, key=lambda member: member.rank).place, late[0].place
+        others = f" and {len(late) - 1} more" if len(late) > 1 else ""
+        text = f"{first.who} is {first.where} and has waited {LATE:g} s for {whom.who}{others}"
+        for member in self._members:
+            if member.rank == 0:
+                member.connection.send(late=f"{text}, which is {whom.where}")
 
     def _add(self, member: Member, kind: str, why: str) -> None:
         self._causes.append(Cause(self.loop.clock, kind, member.rank, member.place, why))

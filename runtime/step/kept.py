@@ -18,6 +18,7 @@ from autopipe.runtime.checkpoint.checkpoints import KEEP, Checkpoints, Loaded
 from autopipe.runtime.checkpoint.content import Content
 from autopipe.runtime.checkpoint.layout import own_tensors
 from autopipe.runtime.checkpoint.plain import fence
+from autopipe.runtime.launch.watchdog import Watchdog
 from autopipe.runtime.parameters.gradient_sum import Gradients
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
@@ -41,12 +42,22 @@ class Kept:
     _gradients: Gradients
     _world: dist.ProcessGroup | None
     _resumed: bool
+    _watchdog: Watchdog
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank's optimizer updates, under the model's own names: whole, or
         under ZeRO this rank's shards of them.
         """
         yield from self._gradients.shards().items()
+
+    def _meet(self, call: str) -> None:
+        """Return when all ranks are at this call; the watchdog knows that this one waits.
+
+        Raises:
+            LaunchError: they are at different ones.
+        """
+        with self._watchdog.at(self.steps - 1):
+            check_same_call(call, self.plan, self._world)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse `copy.deepcopy`, as of a mean of weights, and pickle."""
@@ -75,7 +86,7 @@ class Kept:
         16 bits are given as their fp32 masters.
         """
         if self.plan.parted or self.plan.zero:
-            check_same_call("state_dict", self.plan, self._world)
+            self._meet("state_dict")
         self._gradients.gather()
         own = self._own.state_dict(self._gradients.master)
         of, ranks = self._own.count_in_state_dict(), len(self.plan.mesh.places)
@@ -98,7 +109,7 @@ class Kept:
             ModelError: a tensor has another shape than the model's, or other values than on another
                 rank that has it too; or, with `strict`, the names are not the model's.
         """
-        check_same_call("load_state_dict", self.plan, self._world)
+        self._meet("load_state_dict")
         given = GivenStates(self._own, self._gradients.rows, self.plan, self.place, self._world)
         passed_over = given.taken(self.content().own, state_dict, strict=strict)
         self._own.masks.clear()
@@ -122,7 +133,7 @@ class Kept:
         Raises:
             AutopipeError: the file or the folder cannot be written.
         """
-        check_same_call("save", self.plan, self._world)
+        self._meet("save")
         path = Path(path)
         if path.is_dir() or not path.suffix:
             saving = self.checkpoints(path)
@@ -133,7 +144,7 @@ class Kept:
             self._gradients.gather()
             self._own.save(path, self.place, self._world, self._gradients.master)
         # A rank that has written its part waits for rank 0, which writes last: all may read it now.
-        check_same_call("save", self.plan, self._world)
+        self._meet("save")
 
     def load(
         self,
@@ -156,7 +167,7 @@ class Kept:
         Raises:
             CheckpointError: there is no whole checkpoint, or it is of another model or optimizer.
         """
-        check_same_call("load", self.plan, self._world)
+        self._meet("load")
         loaded = self.checkpoints(Path(path)).load(self.content(optimizer, scheduler))
         if loaded is None:
             raise CheckpointError(f"{path} has no checkpoint", hint="pipe.save(folder) makes one")

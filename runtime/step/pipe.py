@@ -38,7 +38,7 @@ from autopipe.runtime.step.microbatches import EVEN, LossWeights, Microbatches, 
 from autopipe.runtime.step.outputs import gathered, mean_loss
 from autopipe.runtime.step.prepare import Rank
 from autopipe.runtime.step.ready import Ready
-from autopipe.runtime.step.same_batch import check_same, check_same_call
+from autopipe.runtime.step.same_batch import check_same
 from autopipe.runtime.step.stage import StepInput
 from autopipe.runtime.step.whole_loss import LossOfStep, buffers_restored
 from autopipe.stages.bind import Split
@@ -299,7 +299,7 @@ class Pipe(Kept):
         Every rank calls it. A tied parameter counts once. Returns the norm before, as torch's does
         for one process; infinity after a step of fp16 whose gradients overflowed, and are dropped.
         """
-        check_same_call("clip_grad_norm_", self.plan, self._world)
+        self._meet("clip_grad_norm_")
         if not self.kept:
             return torch.tensor(torch.inf)
         return self._clipping.clip(max_norm, self.device)

@@ -233,6 +233,32 @@ def test_who_has_left_is_missed_in_the_next_step(run: tuple[Hub, list[Member]]) 
     assert members[0].heard() == [verdict(2, "left", text), {"end": True}]
 
 
+def test_who_waits_for_another_is_told(run: tuple[Hub, list[Member]]) -> None:
+    """By rank 0's guard, once, also where it waits itself; ranks that compute wait for nobody."""
+    made, members = run
+    door, after = Whereabouts("rank 0", "at step 8"), Whereabouts("rank 2", "after step 7")
+    told = []
+    for number in range(12):
+        for member in members[:2]:
+            member.connection.send(place=door, inside=True)
+        members[2].connection.send(place=after, inside=False)
+        turn(made, hub.LATE / 8)
+        told += [number for one in members[0].heard() if "late" in one]
+    assert told == [7] and not members[1].heard() + members[2].heard()
+    for _ in range(9):  # it has come
+        for member in members:
+            member.connection.send(place=door, inside=True)
+        turn(made, hub.LATE / 8)
+    assert not members[0].heard() and made.verdict is None
+    for _ in range(9):
+        members[0].connection.send(place=Whereabouts("rank 0", "after step 8"), inside=False)
+        for member in members[1:]:
+            member.connection.send(place=Whereabouts("rank 1", "at step 9"), inside=True)
+        turn(made, hub.LATE / 8)
+    text = "rank 1 is at step 9 and has waited 10 s for rank 0, which is after step 8"
+    assert members[0].heard() == [{"late": text}]
+
+
 def test_who_has_left_is_why_a_connection_is_closed(run: tuple[Hub, list[Member]]) -> None:
     made, members = run
     members[2].connection.send(bye=True)
