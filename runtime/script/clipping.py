@@ -24,6 +24,7 @@ from autopipe.planfile.parts import Place
 from autopipe.planfile.placements import I, Sharding
 from autopipe.runtime.parameters.gradient_sum import Gradients, multiply, total_norm
 from autopipe.runtime.script.copied import some_of
+from autopipe.runtime.script.drawn import WIDTH, DrawnNumbers
 from autopipe.runtime.script.own_numbers import OF, SAMPLED, Moves, Scale
 from autopipe.runtime.script.part_changes import PartChanges
 
@@ -60,6 +61,7 @@ class Clipping:
 
     Attributes:
         parted, own: the same.
+        drawn: knows what random numbers are written into gradients.
     """
 
     def __init__(
@@ -81,6 +83,9 @@ class Clipping:
         self._last: list[_Scaled] = []
         self.parted, self.own, self._part_changes = parted, own, PartChanges(parted)
         self._moves = Moves(parted, norms=stages)
+        compared = gradients.shards() if world is not None else {}
+        self.drawn = DrawnNumbers(compared, own, parted=parts, what="gradients")
+        self._written: tuple[int, ...] = ()
         self._scaled = Scale()
 
     @torch.no_grad()
@@ -106,6 +111,12 @@ class Clipping:
         self._part_changes.note(self._named())
         self._moves.note(self._gradients.shards())
         self._scaled = Scale()
+        self.drawn.note()
+
+    def written(self) -> tuple[int, ...]:
+        """What was written into gradients that an update has used (`DrawnNumbers.numbers`)."""
+        written, self._written = self._written, ()
+        return written or (0,) * WIDTH
 
     def untouched(self) -> bool:
         """Whether this rank's gradients are still there as the step has left them."""
@@ -143,8 +154,11 @@ class Clipping:
             ModelError: twice they were scaled to one norm of this rank's own; or one was changed by
                 the mean or the norm of a part.
         """
-        found = self._found() if self._some is not None else []
+        found = self._found()
         if not found or _states(found) == self._states:
+            return
+        self._written = self._written or self.drawn.numbers()
+        if self._some is None:
             return
         self._part_changes.check(self._named())
         rounding = max(1e-3, *(2 * torch.finfo(one.dtype).eps for one in found))

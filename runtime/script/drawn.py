@@ -1,13 +1,15 @@
-"""Finds scripts that write random numbers into weights, of which each rank has others.
+"""Finds scripts that write random numbers into weights or gradients, of which each rank has others.
 
     for p in pipe.parameters(): nn.init.xavier_uniform_(p)
+    p.grad += 0.01 * torch.randn_like(p)
 
     ZeRO, tp  each rank draws the same numbers for its rows or columns, with a fan of these alone
     stages    each rank draws from the beginning of the generator's numbers
     replicas  a rank that draws others than the next one trains apart from it
 
-Plain PyTorch draws whole weights, one after the other. So ranks tell each other, before a step, how
-the first weight begins that was written since an update, and where torch's generator stands.
+Plain PyTorch draws for whole weights, one after the other. So ranks tell each other, before a step,
+how the first weight begins that was written since an update, what was added there, and where
+torch's generator stands. Noise by a generator of a rank's own is let be.
 """
 
 from __future__ import annotations
@@ -31,45 +33,54 @@ from one state of a generator are alike there, however many they draw."""
 NEAR = 1e-3
 """Shares of a number: two that differ by less are one."""
 
-WIDTH = 7
+WIDTH = 10
 """The numbers that a rank tells of itself."""
 
 _HINT = (
     "initialise the module before autopipe.parallelize; or, later, a whole new one on each rank by "
-    "the same seed: pipe.load_state_dict(new.state_dict())"
+    "the same seed: pipe.load_state_dict(new.state_dict()). Noise is drawn by a generator with "
+    "another seed for each part, and one for copies: torch.Generator().manual_seed(part)"
 )
+
+
+_NO = 0.0, 0.0
+"""In the place of a form: no random numbers."""
 
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells of the first weight that was written.
+    """What a rank tells of the first weight, or gradient, that was written.
 
     Attributes:
         part: a hash of the weight, and of which part of it the rank has; 0: none was written.
-        value, norm: of its first entries a weighted sum, and the norm.
-        form: two numbers that are left of these entries without their mean and their scale; 0:
-            they are not drawn.
-        began, ended: hashes of where the generator was when the rank looked last, and is now; 0:
-            it has not moved.
+        shared: a hash of the names of all that were written and that the rank has whole; 0: none.
+        value, norm: of the first entries of these a weighted sum, and the norm.
+        form, added: two numbers that are left of these entries, and of what was added to them,
+            without their mean and their scale; 0: they are not drawn.
+        began, ended: of entries that are new altogether, hashes of where the generator was when the
+            rank looked last, and is now; 0: it has not moved.
     """
 
     part: int
+    shared: int
     value: float
     norm: float
     form: tuple[float, float]
+    added: tuple[float, float]
     began: int
     ended: int
 
     def differs(self, other: _Told) -> bool:
-        """Whether both have one part, and have written other values there."""
+        """Whether both have written the same, and other values there."""
         apart = abs(self.value - other.value) > NEAR * max(self.norm, other.norm)
-        return self.part == other.part and apart
+        return self.shared == other.shared and self.shared != 0 and apart
 
     def drawn_as(self, other: _Told) -> bool:
-        """Whether the same random numbers were written into two parts."""
-        if self.part == other.part or 0.0 in self.form:
-            return False
-        return _alike(self.form, other.form)
+        """Whether the same random numbers were written into two parts, or added to them."""
+        pairs = (self.form, other.form), (self.added, other.added)
+        return self.part != other.part and any(
+            0.0 not in one and _alike(one, o) for one, o in pairs
+        )
 
     def drawn_beside(self, other: _Told) -> bool:
         """Whether two ranks with other parts began to draw at one place, and ended at two."""
@@ -77,50 +88,70 @@ class _Told:
         return same and self.began != 0 and self.ended != other.ended
 
 
-class DrawnWeights:
-    """Looks at a rank's weights, and at torch's generator, from one step or update to the next.
+class DrawnNumbers:
+    """Looks at a rank's weights or gradients, and at torch's generator, from one step or update to
+    the next.
 
     Args:
         weights: those that the rank trains, by name.
         parts: of each, in words, which part the rank has; the same words on all ranks that have it.
         parted: whether ranks have parts of what is trained.
+        what: `weights` or `gradients`: which are looked at.
     """
 
     def __init__(
-        self, weights: Mapping[str, nn.Parameter], parts: Mapping[str, str], *, parted: bool
+        self,
+        weights: Mapping[str, nn.Parameter],
+        parts: Mapping[str, str],
+        *,
+        parted: bool,
+        what: str = "weights",
     ) -> None:
         several = [name for name, one in weights.items() if one.numel() >= ENTRIES]
         matrices = [name for name in several if weights[name].ndim > 1]
         chosen = {*matrices[: OF - 2], *several[:2]}
         self._weights = {name: weights[name] for name in several if name in chosen}
         self._parts = {_hash(f"{name} {parts.get(name, '')}"): name for name in self._weights}
-        self._parted = parted
+        self._whole = [not parts.get(name, "").strip() for name in self._weights]
+        self._shared: dict[int, str] = {}
+        self._parted, self._what = parted, what
         self.note()
 
     @torch.no_grad()
     def note(self) -> None:
-        """Take the weights and the generator as they are: a step has run, or an update."""
-        self._seen, self._began = self._now(), _generator(self._weights.values())
+        """Take all as it is: a step has run, or an update."""
+        if self._weights:
+            self._seen, self._began = self._now(), _generator(self._weights.values())
 
     @torch.no_grad()
     def numbers(self) -> tuple[int, ...]:
         """What the rank tells of itself, as integers of 64 bits."""
-        seen, now = torch.stack([self._seen, self._now()]).cpu()  # one wait for a GPU
-        part, row = next(
-            ((p, row) for row, p in enumerate(self._parts) if not torch.equal(seen[row], now[row])),
-            (0, 0),
-        )
-        if not part:
+        if not self._weights:
             return (0,) * WIDTH
+        seen, now = torch.stack([self._seen, self._now()]).cpu()  # one wait for a GPU
+        written = (seen != now).any(-1).nonzero().flatten().tolist()
+        if not written:
+            return (0,) * WIDTH
+        row, whole = written[0], [row for row in written if self._whole[row]]
+        names = [*self._weights]
+        shared = ", ".join(repr(names[row]) for row in whole)
+        self._shared = {_hash(shared): shared} if shared else {}
         began, ended = self._began, _generator(self._weights.values())
-        moved = began != ended
-        value = float((now[row] * torch.arange(1, ENTRIES + 1)).sum())
-        before, form = _form(seen[row]), _form(now[row])
-        if not moved or _alike(before, form):  # as of layers that were copies, and are made smaller
-            form = 0.0, 0.0
-        floats = struct.pack("<4d", value, float(now[row].norm()), *form)
-        places = (_hash(f"{began} {torch.initial_seed()}"), _hash(ended)) if moved else (0, 0)
-        return part, *struct.unpack("<4q", floats), *places
+        value = float((now[whole] * torch.arange(1, ENTRIES + 1)).sum())
+        # Layers may have begun as copies of each other: their forms tell nothing, nor do those of
+        # what is computed of them alone, as decay.
+        known = [_form(seen[row]), _form(self._of(self._weights.values())[row])]
+        known = known[: 1 + (self._what == "gradients")]
+        forms = [_form(now[row]), _form(now[row] - seen[row])]
+        told = [
+            f if began != ended and not any(_alike(f, k) for k in known) else _NO for f in forms
+        ]
+        new = self._what == "weights" and (now[row] - seen[row]).norm() > seen[row].norm() / 2
+        floats = struct.pack("<6d", value, float(now[whole].norm()), *told[0], *told[1])
+        places = (_hash(f"{began} {torch.initial_seed()}"), _hash(ended))
+        moved = places if new and began != ended else (0, 0)
+        part = [*self._parts][row]
+        return part, next(iter(self._shared), 0), *struct.unpack("<6q", floats), *moved
 
     def check(self, told: Sequence[Sequence[int]]) -> None:
         """Look at what all ranks have told, by rank (`numbers`).
@@ -134,25 +165,37 @@ class DrawnWeights:
         for (rank, one), (peer, other) in combinations(heard, 2):
             who, what = f"ranks {rank} and {peer}", self._named(one, other)
             if one.differs(other):
+                names = self._shared.get(one.shared, "")
                 raise ModelError(
-                    f"{who} have the same weights, and have written other values into them since "
-                    f"the last update{what}: they would train apart",
+                    f"{who} have the same weights, and have written other values into their "
+                    f"{self._what} since the last update{f' ({names})' if names else ''}: they "
+                    "would train apart",
                     hint="does each rank draw its own random numbers? Call torch.manual_seed(0) on "
                     "every rank before; or give all of them the same: pipe.load_state_dict(...)",
                 )
             if self._parted and (one.drawn_as(other) or one.drawn_beside(other)):
                 raise ModelError(
-                    f"{who} have written random numbers into their weights since the last update"
-                    f"{what}, each for its own part of the model, by the same seed: plain PyTorch "
-                    "draws for all of it",
+                    f"{who} have written random numbers into their {self._what} since the last "
+                    f"update{what}, each for its own part of the model, by the same seed: plain "
+                    "PyTorch draws for all of it",
                     hint=_HINT,
                 )
 
     def _now(self) -> Tensor:
-        """The first entries of each weight: float64 [weights, ENTRIES]."""
-        some = [one.detach().reshape(-1)[:ENTRIES] for one in self._weights.values()]
-        real = [torch.view_as_real(one)[:, 0] if one.is_complex() else one for one in some]
-        return torch.stack([one.double() for one in real]) if real else torch.empty(0)
+        if self._what == "weights":
+            return self._of(self._weights.values())
+        return self._of(one.grad for one in self._weights.values())
+
+    def _of(self, tensors: Iterable[Tensor | None]) -> Tensor:
+        """The first entries of each: float64 [weights, ENTRIES]; zeros: there are none."""
+        found = [_first(one) for one in tensors]
+        if any(one is None for one in found):
+            where = next((one.device for one in found if one is not None), None)
+            nothing = torch.zeros(ENTRIES, device=where)
+            found = [nothing if one is None else one for one in found]
+        some = [one for one in found if one is not None]
+        alike = len({one.dtype for one in some}) == 1
+        return torch.stack(some if alike else [one.double() for one in some]).double()
 
     def _named(self, *of: _Told) -> str:
         """The weights that this rank has, in brackets."""
@@ -161,8 +204,20 @@ class DrawnWeights:
 
 
 def _heard(told: Sequence[int]) -> _Told:
-    value, norm, *form = struct.unpack("<4d", struct.pack("<4q", *told[1:5]))
-    return _Told(told[0], value, norm, (form[0], form[1]), told[5], told[6])
+    value, norm, *forms = struct.unpack("<6d", struct.pack("<6q", *told[2:8]))
+    form, added = (forms[0], forms[1]), (forms[2], forms[3])
+    return _Told(told[0], told[1], value, norm, form, added, told[8], told[9])
+
+
+def _first(tensor: Tensor | None) -> Tensor | None:
+    """Its first entries in memory, in which numbers are drawn."""
+    if tensor is None or tensor.layout != torch.strided:
+        return None
+    tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    first = tensor.reshape(-1)[:ENTRIES]
+    return torch.view_as_real(first)[:, 0] if first.is_complex() else first
 
 
 def _form(entries: Tensor) -> tuple[float, float]:
@@ -171,7 +226,7 @@ def _form(entries: Tensor) -> tuple[float, float]:
     steps = entries.diff()
     ordered = bool((steps >= 0).all() or (steps <= 0).all())
     if ordered or not bool(entries.isfinite().all()) or bool((steps == 0).any()):
-        return 0.0, 0.0
+        return _NO
     return float(steps[1] / steps[0]), float(steps[2] / steps[0])
 
 

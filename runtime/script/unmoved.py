@@ -229,6 +229,7 @@ def _of_copy(name: str, *, copied: bool) -> ModelError:
     return ModelError(
         f"{name!r} was written in the module itself between two steps, and this rank trains a copy "
         "of it: a part, in another dtype, or on another device",
-        hint="write what pipe.named_parameters() gives, as an optimizer does; to load what was "
-        "trained, take another module: copy.deepcopy(model)",
+        hint="write what pipe.named_parameters() gives, as an optimizer does, or give all values "
+        "of another module: pipe.load_state_dict(other.state_dict()); to load what was trained, "
+        "take copy.deepcopy(model)",
     )

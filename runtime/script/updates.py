@@ -36,7 +36,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.runtime.script.again import NoOther, another
 from autopipe.runtime.script.clipping import Clipping
 from autopipe.runtime.script.drawn import WIDTH as OF_DRAWN
-from autopipe.runtime.script.drawn import DrawnWeights
+from autopipe.runtime.script.drawn import DrawnNumbers
 from autopipe.runtime.script.lent import Untrained
 from autopipe.runtime.script.own_numbers import WIDTH, OwnNumbers, Scale, numbers
 from autopipe.runtime.script.part_changes import PartChanges
@@ -56,7 +56,7 @@ class Since:
         check: compares the last of these, of all ranks.
     """
 
-    numbers: tuple[int, ...] = (0,) * (2 + WIDTH + OF_DRAWN)
+    numbers: tuple[int, ...] = (0,) * (2 + WIDTH + 2 * OF_DRAWN)
     check: Callable[[Sequence[Sequence[int]]], object] = len  # of a call that is no step
 
 
@@ -88,7 +88,8 @@ class Updates:
         self._own, self._weights = dict(trained), PartChanges(clipping.parted, "weight")
         self._stepped: set[int] = set()
         self._own_numbers = OwnNumbers(plan)
-        self._drawn = DrawnWeights(trained, clipping.own, parted=plan.parted)
+        compared = trained if len(plan.mesh.places) > 1 else {}
+        self._drawn = DrawnNumbers(compared, clipping.own, parted=plan.parted)
         self._dropped = 0
         self._moved: Scale | None = None
         self._began, self._options = NONE, set[str]()
@@ -147,7 +148,7 @@ class Updates:
             self._drawn.note()
 
     def note(self) -> None:
-        """Take weights as they are: a step has run."""
+        """Take weights as they are: a step has run, and has noted gradients."""
         self._drawn.note()
 
     def check(self) -> None:
@@ -179,12 +180,14 @@ class Updates:
         digest = hashlib.blake2b("\n".join(options).encode(), digest_size=4).digest()
         groups = len(options) << 32 | int.from_bytes(digest, "big")
         scaled = numbers(self._clipping.scaled(), self._moved or Scale())
-        return Since((began, groups, *scaled, *self._drawn.numbers()), self._compare)
+        written = *self._drawn.numbers(), *self._clipping.written()
+        return Since((began, groups, *scaled, *written), self._compare)
 
     def _compare(self, told: Sequence[Sequence[int]]) -> None:
         """Look at what all ranks have scaled and written, by rank."""
         self._own_numbers.check([of_rank[:WIDTH] for of_rank in told])
-        self._drawn.check([of_rank[WIDTH:] for of_rank in told])
+        self._drawn.check([of_rank[WIDTH : WIDTH + OF_DRAWN] for of_rank in told])
+        self._clipping.drawn.check([of_rank[WIDTH + OF_DRAWN :] for of_rank in told])
 
     def _check_kind(self, optimizer: Optimizer) -> ModelError | None:
         """Refuse one that the plan was not made for, if it needs more than this rank has.

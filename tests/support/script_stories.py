@@ -260,3 +260,23 @@ def weights_initialised_anew_by_random_numbers() -> None:
             with torch.no_grad():
                 for key, one in pipe.named_parameters():
                     one.copy_(own_part(pipe, key, torch.randn(new.get_parameter(key).shape)))
+
+
+@story(2)
+def noise_on_gradients() -> None:
+    """Each rank has half of the weight's rows: by one seed it would be the same on both halves."""
+    plan = planned("linear", 1, 2, 1, zero=1)
+    for seed in (None, 7):
+        pipe = piped("linear", plan)
+        optimizer = sgd(pipe.parameters())
+        generator = None if seed is None else torch.Generator().manual_seed(seed + pipe.place.dp)
+        torch.manual_seed(5)
+        pipe.step(drawn("linear", plan.batch.rows, 0))
+        pipe.clip_grad_norm_(1.0)
+        for one in pipe.parameters():
+            if one.grad is not None and one.ndim > 1:
+                one.grad += 0.01 * torch.randn(one.shape, generator=generator)
+        optimizer.step()
+        told = "written random numbers into their gradients", "torch.Generator().manual_seed(part)"
+        with refused(ModelError, *told) if seed is None else nullcontext():
+            pipe.step(drawn("linear", plan.batch.rows, 1))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopipe import ModelError
-from autopipe.runtime.script.drawn import DrawnWeights
+from autopipe.runtime.script.drawn import DrawnNumbers
 
 Weights = dict[str, nn.Parameter]
 Write = Callable[[Weights], object]
@@ -33,6 +33,7 @@ def told(
     other: Write | None = None,
     *,
     parts: tuple[str, str] = ("", ""),
+    what: str = "weights",
 ) -> str:
     """What two ranks are told after their scripts have written weights; empty: nothing.
 
@@ -43,13 +44,14 @@ def told(
     numbers = []
     for own, part, script in zip((first, second), parts, (write, other or write), strict=True):
         torch.manual_seed(0)
-        drawn = DrawnWeights(own, dict.fromkeys(own, part), parted=True)
+        drawn = DrawnNumbers(own, dict.fromkeys(own, part), parted=True, what=what)
         with torch.no_grad():
             script(own)
         numbers.append(drawn.numbers())
     try:
         drawn.check(numbers)
     except ModelError as error:
+        assert what == "weights" or "torch.Generator().manual_seed(part)" in str(error.hint)
         return str(error)
     return ""
 
@@ -76,6 +78,64 @@ def test_parts_of_one_weight_that_are_initialised_anew(
     found = told(weights("a"), weights("a"), write, parts=("rows 0", "rows 1"))
     assert "ranks 0 and 1 have written random numbers into their weights since the last" in found
     assert "('a')" in found
+
+
+def noise(own: Weights) -> None:
+    for one in own.values():
+        one.add_(torch.randn(one.shape), alpha=0.01)
+
+
+def begun(seed: int, *names: str) -> Weights:
+    """Weights with gradients."""
+    generator, made = torch.Generator().manual_seed(seed), weights(*names)
+    for one in made.values():
+        one.data = torch.randn(one.shape, generator=generator)
+        one.grad = torch.randn(one.shape, generator=generator)
+    return made
+
+
+def test_noise() -> None:
+    """The same on weights, or gradients, of other parts, but by a generator of each rank's own."""
+    rows = ("rows 0", "rows 1")
+    assert "random numbers into their weights" in told(
+        begun(10, "a"), begun(11, "a"), noise, parts=rows
+    )
+    assert "random numbers into their weights" in told(begun(10, "a"), begun(11, "b", "c"), noise)
+    gradients = begun(10, "a"), begun(11, "a")
+
+    def on_gradients(own: Weights) -> None:
+        for one in own.values():
+            assert one.grad is not None
+            one.grad += 0.01 * torch.randn(one.shape)
+
+    found = told(*gradients, on_gradients, parts=rows, what="gradients")
+    assert "random numbers into their gradients" in found
+
+    def of_its_own(seed: int) -> Write:
+        def write(own: Weights) -> None:
+            torch.randn(3)
+            generator = torch.Generator().manual_seed(seed)
+            for one in own.values():
+                one.add_(torch.randn(one.shape, generator=generator), alpha=0.01)
+
+        return write
+
+    assert not told(begun(10, "a"), begun(11, "a"), of_its_own(0), of_its_own(1), parts=rows)
+
+
+def test_decay_of_layers_that_began_alike() -> None:
+    """As of copies; what is added to their gradients is the same, and no random numbers."""
+    first, second = begun(10, "a"), begun(10, "b")
+    for own in (first, second):
+        own["a" if own is first else "b"].grad = torch.randn(8, 16)
+
+    def decayed(own: Weights) -> None:
+        torch.randn(3)
+        for one in own.values():
+            assert one.grad is not None
+            one.grad.add_(one, alpha=0.1)
+
+    assert not told(first, second, decayed, what="gradients")
 
 
 def test_stages_that_are_initialised_anew() -> None:
