@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ _PLAIN = (*VALUES, float, complex)
 _PASSED = (*_PLAIN, *FIXED, Tensor, nn.Module, property, staticmethod, classmethod)
 """Types of values that keep nothing, or that are searched by a function of their own."""
 
-_OF_PYTHON = (SimpleNamespace, WeakKeyDictionary)
+_OF_PYTHON = (Namespace, SimpleNamespace, WeakKeyDictionary)
 """Classes of Python's own whose objects keep values of the user's."""
 
 _FOREIGN = frozenset({"torch", *sys.stdlib_module_names})
@@ -167,7 +168,7 @@ def _files_named(functions: Sequence[FunctionType]) -> set[str]:
 
     Files of installed packages are none of these: their caches and counts are their own matter.
     """
-    pending, seen, files = [f for f in functions if _is_users(f.__module__)], set[Any](), set[str]()
+    pending, seen, files = [f for f in functions if is_users(f.__module__)], set[Any](), set[str]()
     while pending:
         function = pending.pop()
         if function.__code__ in seen:
@@ -176,17 +177,17 @@ def _files_named(functions: Sequence[FunctionType]) -> set[str]:
         names = {name for code in codes_in(function.__code__) for name in code.co_names}
         named = [function.__globals__[name] for name in names if name in function.__globals__]
         of_files = [value for value in named if isinstance(value, ModuleType)]
-        files |= {value.__name__ for value in of_files if _is_users(value.__name__)}
+        files |= {value.__name__ for value in of_files if is_users(value.__name__)}
         named += [vars(file)[name] for file in of_files for name in names if name in vars(file)]
         kinds = [value if isinstance(value, type) else type(value) for value in named]
         called = [value for value in named if isinstance(value, FunctionType)]
-        called += _functions_of(kind for kind in kinds if _is_users(kind.__module__))
-        pending += [f for f in called if _is_users(f.__module__)]
-        files |= {f.__module__ for f in called if _is_users(f.__module__)}
+        called += _functions_of(kind for kind in kinds if is_users(kind.__module__))
+        pending += [f for f in called if is_users(f.__module__)]
+        files |= {one.__module__ for one in (*called, *kinds) if is_users(one.__module__)}
     return files
 
 
-def _is_users(file: str | None) -> bool:
+def is_users(file: str | None) -> bool:
     """Whether a file is the user's own, no installed package's."""
     path = getattr(sys.modules.get(file or ""), "__file__", None)
     installed = any(folder in str(path) for folder in ("site-packages", "dist-packages"))
@@ -275,8 +276,7 @@ def _several(slots: Any) -> tuple[str, ...]:
 
 def _fields(value: Any, names: Sequence[str]) -> dict[str, Any]:
     """The fields of these names that an object has."""
-    found = ((name, _field(value, name)) for name in names)
-    return {name: field for name, field in found if field is not _MISSING}
+    return {name: one for name in names if (one := _field(value, name)) is not _MISSING}
 
 
 def _field(value: Any, name: str) -> Any:

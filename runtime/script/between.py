@@ -16,10 +16,10 @@ import os
 import re
 import warnings
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.eager.frozen import INTERNAL, frozen
-from autopipe.eager.holders import Holder, Part, holders_of, modules_among
+from autopipe.eager.holders import Holder, Part, holders_of, is_users, modules_among
 from autopipe.frontend.loss import used_by
 from autopipe.frontend.user_lines import codes_in
 from autopipe.ir.torch_private import version
@@ -284,6 +284,8 @@ def _read_by(parts: Sequence[Part], *, installed: bool = True) -> frozenset[str]
     used = dict.fromkeys(
         one for f in pending for one in used_by(f) if isinstance(one, FunctionType)
     )
+    objects = (one for part in parts for one in used_by(part) if not isinstance(one, nn.Module))
+    used |= dict.fromkeys(_followed(used, map(type, objects)))
     if not installed:
         used = {one: None for one in used if "-packages" not in one.__code__.co_filename}
     own_names = (name for one in used for name in re.findall(r"\w+", one.__qualname__))
@@ -295,6 +297,43 @@ def _read_by(parts: Sequence[Part], *, installed: bool = True) -> frozenset[str]
         if isinstance(name, str)
     )
     return frozenset(("forward", *texts, *own_names))  # which torch calls
+
+
+def _followed(functions: Iterable[FunctionType], kinds: Iterable[type]) -> Iterable[FunctionType]:
+    """Functions of the user's files that others name, and methods of classes and objects that they
+    name: `schedule.weight()`, `TRAINER.weight()`, a function in a cache. Other methods of a trainer
+    count its steps.
+
+    Args:
+        kinds: the classes of losses that are objects, or whose methods are.
+    """
+    owners = [kind for kind in kinds if is_users(kind.__module__)]
+    pending = [(f, owners) for f in functions if is_users(f.__module__)]
+    pending += [(f, owners) for kind in owners for f in _methods(kind, {"__call__"})]
+    seen = set[Any]()
+    while pending:
+        function, owners = pending.pop()
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        yield function
+        names = {name for code in codes_in(function.__code__) for name in code.co_names}
+        named = [function.__globals__[name] for name in names if name in function.__globals__]
+        with suppress(ValueError):  # nothing in it yet
+            named += [cell.cell_contents for cell in function.__closure__ or ()]
+        files = [one for one in named if isinstance(one, ModuleType) and is_users(one.__name__)]
+        named += [vars(file)[name] for file in files for name in names if name in vars(file)]
+        found = _functions([*named, *(getattr(one, "__wrapped__", None) for one in named)])
+        pending += [(one, []) for one in found if is_users(one.__module__)]
+        of_named = [one if isinstance(one, type) else type(one) for one in named]
+        for kind in (*owners, *(kind for kind in of_named if is_users(kind.__module__))):
+            pending += [(one, [kind]) for one in _methods(kind, names | {"__call__"})]
+
+
+def _methods(kind: type, names: Collection[str]) -> list[FunctionType]:
+    """The functions of these names of a class of the user's, and its bases'."""
+    own = [vars(base) for base in kind.__mro__ if is_users(base.__module__)]
+    return _functions(values[name] for values in own for name in names if name in values)
 
 
 def _functions(values: Iterable[Any]) -> list[FunctionType]:

@@ -5,7 +5,9 @@ Plain PyTorch reads such a number in each step; what a model's own calls change,
 
 import os
 import sys
+from argparse import Namespace
 from collections import deque
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from torch import nn
 import autopipe
 from autopipe import ModelError
 from autopipe.runtime.script import unmoved
+from autopipe.runtime.script.between import Between
+from tests.support import phases
 from tests.support.inprocess import machine
 from tests.support.odd_models import Net, built, inputs, square
 
@@ -278,6 +282,80 @@ def test_a_rate_that_the_loss_reads(loss, monkeypatch: pytest.MonkeyPatch) -> No
         ModelError, match=rf"{name}.* is another value than when .* aten.mul.* 0.01"
     ):
         step()
+
+
+class Weighing:
+    """A loss that is an object, and counts its steps elsewhere."""
+
+    step = seen = 0
+
+    def __init__(self):
+        self.weights = [1.0, 0.5]
+
+    def __call__(self, outputs, batch):
+        return square(outputs, batch) * self.weight()
+
+    def weight(self):
+        return self.weights[self.step]
+
+    def fit(self):
+        self.seen += 1
+
+
+NAMESPACE = Namespace(beta=1.0)
+
+
+def by_namespace(outputs, batch):
+    return square(outputs, batch) * NAMESPACE.beta
+
+
+@cache
+def cached():
+    return NAMESPACE.beta
+
+
+def by_cache(outputs, batch):
+    return square(outputs, batch) * cached()
+
+
+def by_another_file(outputs, batch):
+    return square(outputs, batch) * phases.weight()
+
+
+def test_what_a_loss_reads_through_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what methods of a loss that is an object read, functions of other files and functions in
+    a cache, and what argparse has made, changed without a word."""
+    weighing = Weighing()
+    step = piped(built(Net), weighing)
+    step()
+    weighing.fit()
+    step()
+    weighing.step = 1
+    with pytest.raises(ModelError, match="'Weighing.step' is another value"):
+        step()
+    for loss, target, name in (
+        (by_namespace, NAMESPACE, "beta"),
+        (by_cache, NAMESPACE, "beta"),
+        (by_another_file, phases, "BETA"),
+    ):
+        cached.cache_clear()
+        with monkeypatch.context() as patched:
+            step = piped(built(Net), loss)
+            step()
+            patched.setattr(target, name, 0.5)
+            cached.cache_clear()
+            with pytest.raises(ModelError, match="is another value than when"):
+                step()
+
+
+def test_steps_that_a_trainer_counts() -> None:
+    """What no code of the loss reads is not traced for."""
+    weighing = Weighing()
+    between = Between(built(Net), weighing)
+    weighing.fit()
+    assert not between.moved()
+    weighing.step = 1
+    assert [one.name for one in between.moved()] == ["Weighing.step"]
 
 
 def test_the_environment_that_the_loss_reads(monkeypatch: pytest.MonkeyPatch) -> None:
