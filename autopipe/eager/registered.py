@@ -42,6 +42,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.contents import MOST_ELEMENTS
@@ -291,5 +292,5 @@ def _unregistered(
 
 def _has_values(tensor: Tensor) -> bool:
     """Whether a tensor has values, which a model may write in place."""
-    without = is_fake(tensor) or tensor.is_inference() or tensor.is_meta
+    without = is_lazy(tensor) or is_fake(tensor) or tensor.is_inference() or tensor.is_meta
     return not without and tensor.layout == torch.strided
