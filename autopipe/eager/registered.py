@@ -185,11 +185,12 @@ def _is_already(module: nn.Module, asked: Any) -> bool:
 
 
 MOST_IN_MODULES = 2**25
-"""Elements of all modules that torch does not know up to which they are put back."""
+"""So many elements of modules that are no part of the model are put back. Of tensors beyond these a
+write is refused."""
 
 
 def tensors_of(*parts: Part) -> list[Tensor]:
-    """The tensors that are put back, each once: those of more elements are taken for data."""
+    """The tensors that are put back, each once. Of larger ones a write is refused."""
     return [tensor for _, tensor in _small(_all_of(holders_of(*parts)))]
 
 
@@ -250,7 +251,7 @@ def give(tensor: Tensor, values: Tensor) -> None:
 
 
 def _small(found: Iterable[tuple[str, Tensor, bool]]) -> list[tuple[str, Tensor]]:
-    """Those of the tensors that are put back."""
+    """The tensors that are put back, with their names: those of few elements."""
     left, small = MOST_IN_MODULES, list[tuple[str, Tensor]]()
     for name, tensor, of_module in found:
         left -= tensor.numel() if of_module else 0

@@ -58,7 +58,7 @@ def _divide(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _divide_sizes(left: Any, right: Any) -> Any:
-    """Integers divided towards zero; what a symbol divides is no negative number."""
+    """Integers divided towards zero. With a symbol among them they are taken for positive."""
     entries = (entry for side in (left, right) for entry in np.asarray(side).flat)
     if not all(isinstance(entry, int | np.integer) for entry in entries):
         return np.floor_divide(left, right)

@@ -109,7 +109,7 @@ class Member:
         gone: whether its process is gone.
         lost: whether its guard is silent or gone.
         inside: whether it is in a call of all ranks.
-        since: when that or its place last changed.
+        since: the loop's clock when that or its place last changed; 0: neither has.
     """
 
     connection: Connection
@@ -279,7 +279,7 @@ class Hub:
                 return
 
     def _look_for_waiting(self, now: float) -> None:
-        """Have it said, once, that ranks wait in a call of all ranks for others."""
+        """Have rank 0's guard say, once, which rank waits in a call of all ranks, and for which."""
         long = [m for m in self._members if m.here and now - m.since >= LATE]
         waiting = [m for m in long if m.inside]
         late = sorted((m for m in long if not m.inside), key=lambda member: member.rank)

@@ -55,8 +55,8 @@ class _Told:
         part: a hash of the weight, and of which part of it the rank has; 0: none was written.
         shared: a hash of the names of all that were written and that the rank has whole; 0: none.
         value, norm: of the first entries of these a weighted sum, and the norm.
-        form, added: two numbers that are left of these entries, and of what was added to them,
-            without their mean and their scale; 0: they are not drawn.
+        form, added: two numbers (`_form`) of the first weight's entries, and of what was added to
+            them, which are the same whatever their mean and their scale; 0: they are not drawn.
         began, ended: of entries that are new altogether, hashes of where the generator was when the
             rank looked last, and is now; 0: it has not moved.
     """
@@ -204,6 +204,7 @@ class DrawnNumbers:
 
 
 def _heard(told: Sequence[int]) -> _Told:
+    """What a rank tells, from its integers (`DrawnNumbers.numbers`)."""
     value, norm, *forms = struct.unpack("<6d", struct.pack("<6q", *told[2:8]))
     form, added = (forms[0], forms[1]), (forms[2], forms[3])
     return _Told(told[0], told[1], value, norm, form, added, told[8], told[9])
@@ -221,8 +222,11 @@ def _first(tensor: Tensor | None) -> Tensor | None:
 
 
 def _form(entries: Tensor) -> tuple[float, float]:
-    """Two numbers that any mean and any scale of the entries leave; 0: they are in an order, or
-    some are the same, as no random numbers are."""
+    """Two ratios of differences between entries; another mean or scale leaves them as they are.
+
+    Zeros: the entries ascend or descend, two neighbours are equal, or one is not finite. No random
+    numbers are so.
+    """
     steps = entries.diff()
     ordered = bool((steps >= 0).all() or (steps <= 0).all())
     if ordered or not bool(entries.isfinite().all()) or bool((steps == 0).any()):
@@ -231,6 +235,7 @@ def _form(entries: Tensor) -> tuple[float, float]:
 
 
 def _alike(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether two forms are one, but for rounding."""
     return not any(differ(*pair, NEAR) for pair in zip(one, other, strict=True))
 
 

@@ -127,7 +127,7 @@ _PASSING = "torch.optim", "torch.nn.modules"
 
 
 _HERE = "autopipe.runtime.script.stale"
-"""The name of this file, which copies for a user."""
+"""This file's own name: its frames are passed over, since it copies for a user."""
 
 
 class _Left:

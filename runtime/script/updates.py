@@ -295,11 +295,11 @@ _WATCHING: weakref.WeakSet[Updates] = weakref.WeakSet()
 class _Hook:
     """Tells each living `Updates` of each optimizer that begins a step, or ends one.
 
-    It is torch's for good, once there has been one: a hook that went as a pipe is collected would
-    go while torch calls hooks, which is an error.
+    Torch keeps it for the life of the process. If it were removed when a pipe is collected, that
+    could happen while torch goes through its hooks, which is an error.
     """
 
-    changes_nothing = True
+    changes_nothing = True  # read where optimizers are measured (`frontend.measured_optimizer`)
 
     def __init__(self, *, ends: bool) -> None:
         self._ends = ends

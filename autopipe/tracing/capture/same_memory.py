@@ -38,14 +38,18 @@ class SameMemory:
             self._add("buffer", name, buffer)
 
     def state_of(self, name: str, constant: Tensor) -> tuple[str, str]:
-        """Kind and name of the state that has all of a constant's elements, in its order; of the
-        first that is met, a constant of this name."""
+        """The kind and the name of the graph's state for a constant.
+
+        That is a buffer of the model, or an earlier constant, if it has the same elements in the
+        same order of the same memory; else a new constant of this name.
+        """
         kind, found = self._names.get(_where(constant)) or self._add("constant", name, constant)
         if kind == "buffer":
             self._held[found] = name
         return kind, found
 
     def _add(self, kind: str, name: str, tensor: Tensor) -> tuple[str, str]:
+        """Note where a state lies in memory; its kind and name."""
         if tensor.layout == torch.strided and not is_fake(tensor) and tensor.numel():
             self._tensors[name] = tensor
             self._names.setdefault(_where(tensor), (kind, name))
