@@ -86,6 +86,8 @@ def _loop(
 def _scan(
     node: NodeOf, body: InnerGraph, inputs: Sequence[Value], values: Mapping[str, Value]
 ) -> tuple[Value, ...]:
+    if node.version < 9:
+        raise node.refuse("before op set 9 it ran row by row, up to a length of each row")
     many = node.get("num_scan_inputs")
     kept = [*inputs[: len(inputs) - many]]
     results = len(body.gives) - len(kept)

@@ -72,7 +72,8 @@ class Step:
         else:
             found = self.function(self.node, inputs)
         made = found if isinstance(found, tuple) else (found,)
-        values.update(zip(self.makes, made, strict=False))
+        # A result without a name is not asked for: no name is what an input that is left out has.
+        values.update((n, one) for n, one in zip(self.makes, made, strict=False) if n)
 
 
 class OnnxModule(nn.Module):
@@ -138,11 +139,13 @@ class OnnxModule(nn.Module):
         """Keep what a graph holds; its nodes."""
         trained = trained_names(graph)
         for tensor in graph.initializer:
-            array = _array(tensor, path)
-            if tensor.name in trained and (tie := self._matrices.tie(tensor.name, array)):
-                self._tied[tensor.name] = self._paths[tie[0]], tie[1]
-            else:
-                self._keep(tensor.name, array, trained=tensor.name in trained)
+            name, array = tensor.name, _array(tensor, path)
+            if name in trained and (tie := self._matrices.tie(array)):
+                self._tied[name] = tie
+                continue
+            self._keep(name, array, trained=name in trained)
+            if name in trained:
+                self._matrices.add(self._paths[name], array)
         steps = [self._step(node, version, path) for node in graph.node]
         return tuple(step for step in steps if step.node.op != "Constant")
 
@@ -185,7 +188,7 @@ class OnnxModule(nn.Module):
                 and attribute.type != AttributeProto.GRAPH
             },
             outputs=len(node.output),
-            read=1 + sum(name in self._read_names for name in node.output[1:]),
+            read=1 + sum(name != "" and name in self._read_names for name in node.output[1:]),
             version=version,
         )
         if node.domain not in OWN:

@@ -13,16 +13,20 @@ class Matrices:
     def __init__(self) -> None:
         self._seen: dict[Any, list[tuple[str, np.ndarray[Any, Any]]]] = {}
 
-    def tie(self, name: str, array: np.ndarray[Any, Any]) -> tuple[str, bool] | None:
-        """The name of an earlier matrix that this one equals, and whether transposed."""
+    def add(self, path: str, array: np.ndarray[Any, Any]) -> None:
+        """Know a parameter by its path in the module, if it is a matrix."""
+        if array.ndim == 2 and array.size:
+            self._seen.setdefault(_ends(array), []).append((path, array))
+
+    def tie(self, array: np.ndarray[Any, Any]) -> tuple[str, bool] | None:
+        """The path of a known matrix that this one equals, and whether transposed."""
         if array.ndim != 2 or not array.size:
             return None
         for same, turned in ((array, False), (array.T, True)):
-            for other, seen in self._seen.get(_ends(same), ()):
+            for path, seen in self._seen.get(_ends(same), ()):
                 if np.array_equal(same, seen):
                     # Constants of ones or zeros may be equal without being one parameter.
-                    return None if (seen == seen.flat[0]).all() else (other, turned)
-        self._seen.setdefault(_ends(array), []).append((name, array))
+                    return None if (seen == seen.flat[0]).all() else (path, turned)
         return None
 
 

@@ -157,3 +157,61 @@ def test_a_scan_runs_for_each_entry(tmp_path: Path, backwards: int) -> None:
     ]
     file_of(tmp_path / "net.onnx", nodes, {"weight": WEIGHT}, "rows", 5, 8)
     same_as_onnxruntime(tmp_path / "net.onnx", 5, 8)
+
+
+def test_a_scan_by_rows_of_op_set_8_is_refused(tmp_path: Path) -> None:
+    step = body(
+        [
+            helper.make_node("Add", ["s", "entry"], ["next"]),
+            helper.make_node("Identity", ["next"], ["each"]),
+        ],
+        [value("s", 8), value("entry", 8)],
+        [value("next", 8), value("each", 8)],
+    )
+    node = helper.make_node("Scan", ["", "s0", "x"], ["last", "y"], body=step, num_scan_inputs=1)
+    zeros = numpy_helper.from_array(np.zeros((2, 8), np.float32), "s0")
+    takes, gives = [value("x", 2, 5, 8), value("s0", 2, 8)], [value("y", 2, 5, 8)]
+    graph = helper.make_graph([node], "net", takes, gives, [zeros])
+    opset = [helper.make_opsetid("", 8)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=3), tmp_path / "net.onnx")
+    with pytest.raises(ModelError, match=r"\(Scan\): before op set 9 it ran row by row"):
+        autopipe.from_onnx(tmp_path / "net.onnx")(torch.randn(2, 5, 8))
+
+
+def test_one_weight_of_two_branches(tmp_path: Path) -> None:
+    """Each branch holds it by a name of its own: it is one parameter, whichever of them runs."""
+    first, second = (
+        body(
+            [helper.make_node("MatMul", ["x", own], [made])],
+            [],
+            [value(made, "rows", 8)],
+            **{own: WEIGHT},
+        )
+        for own, made in (("W1", "a"), ("W2", "b"))
+    )
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "place"], ["size"]),
+        helper.make_node("Equal", ["size", "seven"], ["so"]),
+        helper.make_node("If", ["so"], ["y"], then_branch=first, else_branch=second),
+    ]
+    file_of(tmp_path / "net.onnx", nodes, {"place": np.array(1), "seven": np.array(7)}, "rows", 8)
+    same_as_onnxruntime(tmp_path / "net.onnx", 8)
+    assert len([*autopipe.from_onnx(tmp_path / "net.onnx").parameters()]) == 1
+
+
+def test_a_result_without_a_name_is_no_input_that_is_left_out(tmp_path: Path) -> None:
+    """Bug: the second third of a split was the least value of a clip which has no least value.
+    (onnxruntime 1.32 crashes at such a split.)"""
+    nodes = [
+        helper.make_node("Split", ["x"], ["a", "", "c"], axis=1),
+        helper.make_node("Clip", ["a", "", "most"], ["clipped"]),
+        helper.make_node("Mul", ["clipped", "weight"], ["weighed"]),
+        helper.make_node("Add", ["weighed", "c"], ["y"]),
+    ]
+    held = {"most": np.array(0.5, np.float32), "weight": np.array([2.0, 3.0, 4.0], np.float32)}
+    file_of(tmp_path / "net.onnx", nodes, held, "rows", 3)
+    x = torch.randn(4, 9)
+    a, _, c = x.chunk(3, 1)
+    wanted = a.clamp(max=0.5) * torch.tensor([2.0, 3.0, 4.0]) + c
+    assert torch.equal(autopipe.from_onnx(tmp_path / "net.onnx")(x), wanted)
