@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from autopipe.eager import contents
-from autopipe.eager.contents import CONTAINERS, MOST
+from autopipe.eager.contents import MOST
 from autopipe.eager.frozen import FIXED, INTERNAL, VALUES
 from autopipe.eager.iterators import Rewindable
 from autopipe.frontend.loss import used_by
@@ -216,9 +216,19 @@ def _may_change(key: Any, value: Any) -> bool:
     """Whether a model may count with an attribute of a class or a global of a file."""
     if str(key).startswith("__"):
         return False
-    if isinstance(value, (list, dict, set)):  # a library's own may load files when read
-        return type(value) in CONTAINERS
+    if isinstance(value, (list, dict, set)):
+        return _is_plain(type(value))
     return isinstance(value, (*_PLAIN, Tensor)) or not isinstance(value, _PASSED)
+
+
+_READ = frozenset("__getitem__ __iter__ __len__ __contains__ get keys values items".split())
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether entries of a list, dict or set of a class are read as Python's own are, as those of
+    `class Config(dict): __getattr__ = dict.__getitem__`. A library's may load files for it."""
+    own = (base for base in kind.__mro__ if base.__module__ not in ("builtins", "collections"))
+    return all(_READ.isdisjoint(vars(base)) for base in own)
 
 
 def _of_function(value: Any) -> dict[int, Holder]:
@@ -244,7 +254,7 @@ def _inside(value: Any, *, shared: bool) -> MutableMapping[Any, Any] | None:
         shared: whether the value is in a `shared` holder, beside objects such as a logger.
     """
     if isinstance(value, list | dict):
-        if len(value) > MOST or (shared and type(value) not in CONTAINERS):
+        if (shared and not _is_plain(type(value))) or len(value) > MOST:
             return None
         return contents.DictEntries(value) if isinstance(value, dict) else contents.ListItems(value)
     if isinstance(value, tuple):

@@ -240,16 +240,22 @@ def note_lines(loss: Loss | None) -> None:
             annotate({})(function)
 
 
-def _named_in(function: FunctionType) -> list[object]:
-    """The modules and functions of one file that a function closes over or names."""
+def named_by(function: FunctionType) -> list[object]:
+    """The values that a function's code names among the globals of its file, or closes over."""
     names = dict.fromkeys(n for code in codes_in(function.__code__) for n in code.co_names)
     named = [function.__globals__[name] for name in names if name in function.__globals__]
-    with suppress(ValueError):  # nothing in it yet
-        named += [cell.cell_contents for cell in function.__closure__ or ()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # nothing in it yet
+            named.append(cell.cell_contents)
+    return named
+
+
+def _named_in(function: FunctionType) -> list[object]:
+    """The modules and functions of one file that a function closes over or names."""
     home = function.__module__
     return [
         value
-        for value in named
+        for value in named_by(function)
         if isinstance(value, nn.Module | partial | MethodType)
         or (isinstance(value, FunctionType) and value.__module__ == home)
     ]

@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from inspect import getattr_static
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.eager.frozen import INTERNAL, frozen
 from autopipe.eager.holders import Holder, Part, holders_of, is_users, modules_among
-from autopipe.frontend.loss import used_by
+from autopipe.frontend.loss import named_by, used_by
 from autopipe.frontend.user_lines import codes_in
 from autopipe.ir.torch_private import version
 from autopipe.runtime.script.copied import Sight, look_at_any
@@ -313,17 +314,16 @@ def _followed(functions: Iterable[FunctionType], kinds: Iterable[type]) -> Itera
     seen = set[Any]()
     while pending:
         function, owners = pending.pop()
-        if function.__code__ in seen:
+        if (key := (function.__code__, *owners)) in seen:
             continue
-        seen.add(function.__code__)
+        seen.add(key)
         yield function
         names = {name for code in codes_in(function.__code__) for name in code.co_names}
-        named = [function.__globals__[name] for name in names if name in function.__globals__]
-        with suppress(ValueError):  # nothing in it yet
-            named += [cell.cell_contents for cell in function.__closure__ or ()]
+        named = named_by(function)
         files = [one for one in named if isinstance(one, ModuleType) and is_users(one.__name__)]
         named += [vars(file)[name] for file in files for name in names if name in vars(file)]
-        found = _functions([*named, *(getattr(one, "__wrapped__", None) for one in named)])
+        # Statically: an object may raise anything for an attribute that it has not.
+        found = _functions([*named, *(getattr_static(one, "__wrapped__", None) for one in named)])
         pending += [(one, []) for one in found if is_users(one.__module__)]
         of_named = [one if isinstance(one, type) else type(one) for one in named]
         for kind in (*owners, *(kind for kind in of_named if is_users(kind.__module__))):
@@ -338,5 +338,11 @@ def _methods(kind: type, names: Collection[str]) -> list[FunctionType]:
 
 def _functions(values: Iterable[Any]) -> list[FunctionType]:
     """Functions, and the functions of methods and properties."""
-    found = (getattr(value, "__func__", getattr(value, "fget", value)) for value in values)
-    return [function for function in found if isinstance(function, FunctionType)]
+    return [f for f in map(_function, values) if isinstance(f, FunctionType)]
+
+
+def _function(value: Any) -> Any:
+    """The function of a method or a property; else the value."""
+    if isinstance(value, MethodType | staticmethod | classmethod):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value

@@ -322,6 +322,39 @@ def by_another_file(outputs, batch):
     return square(outputs, batch) * phases.weight()
 
 
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+
+CONFIGURED = Attributes(beta=1.0)
+
+
+def by_attributes(outputs, batch):
+    return square(outputs, batch) * CONFIGURED.beta
+
+
+class Scheduled:
+    def weight(self):
+        return self.factor()
+
+
+class ByNamespace(Scheduled):
+    def factor(self):
+        return NAMESPACE.beta
+
+
+class ByAnotherFile(Scheduled):
+    def factor(self):
+        return phases.weight()
+
+
+BY_NAMESPACE, BY_ANOTHER_FILE = ByNamespace(), ByAnotherFile()
+
+
+def by_both(outputs, batch):
+    return square(outputs, batch) * BY_NAMESPACE.weight() * BY_ANOTHER_FILE.weight()
+
+
 def test_what_a_loss_reads_through_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: what methods of a loss that is an object read, functions of other files and functions in
     a cache, and what argparse has made, changed without a word."""
@@ -337,6 +370,8 @@ def test_what_a_loss_reads_through_others(monkeypatch: pytest.MonkeyPatch) -> No
         (by_namespace, NAMESPACE, "beta"),
         (by_cache, NAMESPACE, "beta"),
         (by_another_file, phases, "BETA"),
+        (by_both, NAMESPACE, "beta"),
+        (by_both, phases, "BETA"),
     ):
         cached.cache_clear()
         with monkeypatch.context() as patched:
@@ -346,6 +381,11 @@ def test_what_a_loss_reads_through_others(monkeypatch: pytest.MonkeyPatch) -> No
             cached.cache_clear()
             with pytest.raises(ModelError, match="is another value than when"):
                 step()
+    step = piped(built(Net), by_attributes)
+    step()
+    monkeypatch.setitem(CONFIGURED, "beta", 0.5)
+    with pytest.raises(ModelError, match="is another value than when"):
+        step()
 
 
 def test_steps_that_a_trainer_counts() -> None:
