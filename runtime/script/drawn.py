@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,13 @@ from one state of a generator are alike there, however many they draw."""
 NEAR = 1e-3
 """Shares of a number: two that differ by less are one."""
 
-WIDTH = 10
+RATIOS = 4
+"""So many make a form. By chance those of two ranks are one in 1e-13 of all steps."""
+
+WIDTH = 6 + 2 * RATIOS
 """The numbers that a rank tells of itself."""
+
+_Form = tuple[float, ...]
 
 _HINT = (
     "initialise the module before autopipe.parallelize; or, later, a whole new one on each rank by "
@@ -43,7 +48,7 @@ _HINT = (
 )
 
 
-_NO = 0.0, 0.0
+_NO: _Form = (0.0,) * RATIOS
 """In the place of a form: no random numbers."""
 
 
@@ -65,8 +70,8 @@ class _Told:
     shared: int
     value: float
     norm: float
-    form: tuple[float, float]
-    added: tuple[float, float]
+    form: _Form
+    added: _Form
     began: int
     ended: int
 
@@ -139,19 +144,20 @@ class DrawnNumbers:
         began, ended = self._began, _generator(self._weights.values())
         value = float((now[whole] * torch.arange(1, ENTRIES + 1)).sum())
         # Layers may have begun as copies of each other: their forms tell nothing, nor do those of
-        # what is computed of them alone, as decay.
-        known = [_form(seen[row]), _form(self._of(self._weights.values())[row])]
-        known = known[: 1 + (self._what == "gradients")]
+        # what is computed of weights and gradients alone, as decay, or an update by hand.
+        others = self._gradients() if self._what == "weights" else self._weights.values()
+        known = [_form(seen[row]), _form(self._of(others)[row])]
         forms = [_form(now[row]), _form(now[row] - seen[row])]
+        known += [tuple(-ratio for ratio in one) for one in known]
         told = [
             f if began != ended and not any(_alike(f, k) for k in known) else _NO for f in forms
         ]
         new = self._what == "weights" and (now[row] - seen[row]).norm() > seen[row].norm() / 2
-        floats = struct.pack("<6d", value, float(now[whole].norm()), *told[0], *told[1])
+        floats = value, float(now[whole].norm()), *told[0], *told[1]
         places = (_hash(f"{began} {torch.initial_seed()}"), _hash(ended))
         moved = places if new and began != ended else (0, 0)
         part = [*self._parts][row]
-        return part, next(iter(self._shared), 0), *struct.unpack("<6q", floats), *moved
+        return part, next(iter(self._shared), 0), *_as_integers(floats), *moved
 
     def check(self, told: Sequence[Sequence[int]]) -> None:
         """Look at what all ranks have told, by rank (`numbers`).
@@ -161,8 +167,8 @@ class DrawnNumbers:
                 the same random numbers, or not as many of them, for two parts.
         """
         ranks = {tuple(of_rank): rank for rank, of_rank in reversed([*enumerate(told)])}
-        heard = sorted((rank, _heard(of_rank)) for of_rank, rank in ranks.items() if of_rank[0])
-        for (rank, one), (peer, other) in combinations(heard, 2):
+        heard = [(rank, _heard(of_rank)) for of_rank, rank in ranks.items() if any(of_rank[1:])]
+        for (rank, one), (peer, other) in map(sorted, _pairs(heard)):
             who, what = f"ranks {rank} and {peer}", self._named(one, other)
             if one.differs(other):
                 names = self._shared.get(one.shared, "")
@@ -182,16 +188,16 @@ class DrawnNumbers:
                 )
 
     def _now(self) -> Tensor:
-        if self._what == "weights":
-            return self._of(self._weights.values())
-        return self._of(one.grad for one in self._weights.values())
+        return self._of(self._weights.values() if self._what == "weights" else self._gradients())
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [one.grad for one in self._weights.values()]
 
     def _of(self, tensors: Iterable[Tensor | None]) -> Tensor:
         """The first entries of each: float64 [weights, ENTRIES]; zeros: there are none."""
         found = [_first(one) for one in tensors]
         if any(one is None for one in found):
-            where = next((one.device for one in found if one is not None), None)
-            nothing = torch.zeros(ENTRIES, device=where)
+            nothing = torch.zeros(ENTRIES, device=next(iter(self._weights.values())).device)
             found = [nothing if one is None else one for one in found]
         some = [one for one in found if one is not None]
         alike = len({one.dtype for one in some}) == 1
@@ -203,11 +209,38 @@ class DrawnNumbers:
         return f" ({', '.join(dict.fromkeys(names))})" if names else ""
 
 
+def _as_integers(floats: Sequence[float]) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(floats)}q", struct.pack(f"<{len(floats)}d", *floats))
+
+
 def _heard(told: Sequence[int]) -> _Told:
     """What a rank tells, from its integers (`DrawnNumbers.numbers`)."""
-    value, norm, *forms = struct.unpack("<6d", struct.pack("<6q", *told[2:8]))
-    form, added = (forms[0], forms[1]), (forms[2], forms[3])
-    return _Told(told[0], told[1], value, norm, form, added, told[8], told[9])
+    part, shared, *integers, began, ended = told
+    floats = struct.unpack(f"<{len(integers)}d", struct.pack(f"<{len(integers)}q", *integers))
+    value, norm, *forms = floats
+    form, added = tuple(forms[:RATIOS]), tuple(forms[RATIOS:])
+    return _Told(part, shared, value, norm, form, added, began, ended)
+
+
+_Heard = tuple[int, _Told]
+
+
+def _pairs(heard: Sequence[_Heard]) -> Iterator[tuple[_Heard, _Heard]]:
+    """The pairs of ranks that are compared: a few of each rank, where all would be too many.
+
+    Of ranks that have written the same, or that began to draw at one place, each one and the first;
+    of forms, which are numbers, neighbours in order.
+    """
+    for of in ("shared", "began"):
+        groups: dict[int, list[_Heard]] = {}
+        for one in heard:
+            groups.setdefault(getattr(one[1], of), []).append(one)
+        for first, *others in (group for key, group in groups.items() if key):
+            unlike = [other for other in others if other[1].part != first[1].part]
+            yield from ((first, other) for other in others)
+            yield from ((unlike[0], other) for other in others if unlike and other != unlike[0])
+    yield from pairwise(sorted(heard, key=lambda one: (one[1].form, one[0])))
+    yield from pairwise(sorted(heard, key=lambda one: (one[1].added, one[0])))
 
 
 def _first(tensor: Tensor | None) -> Tensor | None:
@@ -221,8 +254,8 @@ def _first(tensor: Tensor | None) -> Tensor | None:
     return torch.view_as_real(first)[:, 0] if first.is_complex() else first
 
 
-def _form(entries: Tensor) -> tuple[float, float]:
-    """Two ratios of differences between entries; another mean or scale leaves them as they are.
+def _form(entries: Tensor) -> _Form:
+    """Ratios of differences between entries; another mean or scale leaves them as they are.
 
     Zeros: the entries ascend or descend, two neighbours are equal, or one is not finite. No random
     numbers are so.
@@ -231,10 +264,11 @@ def _form(entries: Tensor) -> tuple[float, float]:
     ordered = bool((steps >= 0).all() or (steps <= 0).all())
     if ordered or not bool(entries.isfinite().all()) or bool((steps == 0).any()):
         return _NO
-    return float(steps[1] / steps[0]), float(steps[2] / steps[0])
+    # The gradients of two opposite classes have opposite signs, and are drawn by nobody.
+    return tuple((steps[1 : 1 + RATIOS] / steps[0].abs()).tolist())
 
 
-def _alike(one: tuple[float, float], other: tuple[float, float]) -> bool:
+def _alike(one: _Form, other: _Form) -> bool:
     """Whether two forms are one, but for rounding."""
     return not any(differ(*pair, NEAR) for pair in zip(one, other, strict=True))
 

@@ -86,7 +86,7 @@ def noise(own: Weights) -> None:
 
 
 def begun(seed: int, *names: str) -> Weights:
-    """Weights with gradients."""
+    """Weights with gradients, other ones for each seed."""
     generator, made = torch.Generator().manual_seed(seed), weights(*names)
     for one in made.values():
         one.data = torch.randn(one.shape, generator=generator)
@@ -136,6 +136,38 @@ def test_decay_of_layers_that_began_alike() -> None:
             one.grad.add_(one, alpha=0.1)
 
     assert not told(first, second, decayed, what="gradients")
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_updates_by_hand_are_no_draws(sign: float) -> None:
+    """Of a mean all rows have one gradient; two classes have opposite ones. Batches are drawn."""
+    first, second = begun(10, "a"), begun(11, "a")
+    first["a"].grad = torch.randn(8, 16)
+    second["a"].grad = sign * first["a"].grad
+
+    def update(own: Weights) -> None:
+        torch.randn(64, 16)
+        for one in own.values():
+            assert one.grad is not None
+            one -= 0.1 * one.grad
+
+    assert not told(first, second, update, parts=("rows 0", "rows 1"))
+
+
+def test_two_of_many_ranks() -> None:
+    """Each rank has drawn its own numbers for its part, but for two of them."""
+    ranks = []
+    for rank in range(64):
+        own, part = weights("a"), f"rows {rank}"
+        torch.manual_seed(0)
+        drawn = DrawnNumbers(own, {"a": part}, parted=True)
+        of_its_own = torch.Generator().manual_seed(17 if rank in (20, 50) else 100 + rank)
+        torch.randn(3)
+        with torch.no_grad():
+            own["a"].normal_(generator=of_its_own)
+        ranks.append((drawn, drawn.numbers()))
+    with pytest.raises(ModelError, match="ranks 20 and 50 have written random numbers"):
+        ranks[0][0].check([numbers for _, numbers in ranks])
 
 
 def test_stages_that_are_initialised_anew() -> None:
