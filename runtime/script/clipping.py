@@ -85,8 +85,9 @@ class Clipping:
         self._moves = Moves(parted, norms=stages)
         compared = gradients.shards() if world is not None else {}
         self.drawn = DrawnNumbers(compared, own, parted=parts, what="gradients")
-        self._written: tuple[int, ...] = ()
+        self._written = (0,) * WIDTH
         self._scaled = Scale()
+        self._told_norm = False
 
     @torch.no_grad()
     def clip(self, max_norm: float, device: torch.device) -> Tensor:
@@ -101,6 +102,7 @@ class Clipping:
         norm = total_norm(counted, self._world, device)
         multiply(self._parameters(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         self.note()
+        self._told_norm = True
         return norm
 
     def note(self) -> None:
@@ -111,12 +113,13 @@ class Clipping:
         self._part_changes.note(self._named())
         self._moves.note(self._gradients.shards())
         self._scaled = Scale()
+        self._told_norm = False
         self.drawn.note()
 
     def written(self) -> tuple[int, ...]:
         """What was written into gradients that an update has used (`DrawnNumbers.numbers`)."""
-        written, self._written = self._written, ()
-        return written or (0,) * WIDTH
+        written, self._written = self._written, (0,) * WIDTH
+        return written
 
     def untouched(self) -> bool:
         """Whether this rank's gradients are still there as the step has left them."""
@@ -157,10 +160,13 @@ class Clipping:
         found = self._found()
         if not found or _states(found) == self._states:
             return
-        self._written = self._written or self.drawn.numbers()
+        if not any(self._written):
+            self._written = self.drawn.numbers()
         if self._some is None:
             return
         self._part_changes.check(self._named())
+        if self._told_norm:  # a script that has asked for the whole model's norm scales by it
+            return
         rounding = max(1e-3, *(2 * torch.finfo(one.dtype).eps for one in found))
         factor = _factor(self._some, _some(found), rounding)
         if not factor:

@@ -158,6 +158,20 @@ def test_clipping_by_the_norm_of_the_model_is_its_own() -> None:
         assert float(norm) == pytest.approx(0.5, rel=1e-4)
 
 
+def test_a_script_may_scale_by_the_norm_of_the_model() -> None:
+    """It has asked for it; a rank that has nearly all of the norm scales to one norm each time."""
+    gradients = Gradients()
+    clipping = clipping_of(gradients)
+    for step in range(STEPS):
+        gradients.made(step)
+        clipping.note()
+        norm = clipping.clip(torch.inf, torch.device("cpu"))
+        for one in gradients.parameters.values():
+            assert one.grad is not None
+            one.grad *= 0.5 / norm
+        clipping.check()
+
+
 def test_gradients_that_went() -> None:
     """fp16's overflow leaves none; a frozen layer has none."""
 
