@@ -335,8 +335,9 @@ def check_statistics(plan: Plan, graph: Graph) -> None:
 
 def _kept_tensors(model: nn.Module, file: ModelFile) -> dict[str, Tensor]:
     """Tensors in plain attributes of model and loss, in an order that does not change."""
+    known = {id(buffer) for buffer in model.buffers()}
     found = enumerate(tensors_of(model, *([] if file.loss is None else [file.loss])))
-    return {f"beside {n}": t for n, t in found if all(t is not b for b in model.buffers())}
+    return {f"beside {n}": tensor for n, tensor in found if id(tensor) not in known}
 
 
 def _add(total: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:

@@ -135,14 +135,15 @@ class Kept:
         """
         self._meet("save")
         path = Path(path)
-        if path.is_dir() or not path.suffix:
-            saving = self.checkpoints(path)
-            saving.begin(self.content(optimizer, scheduler), self.steps, self.values())
-            saving.close()
-        else:
-            atomic_file.check_model(path)
-            self._gradients.gather()
-            self._own.save(path, self.place, self._world, self._gradients.master)
+        with self._watchdog.at(self.steps - 1):  # a rank that writes is not late
+            if path.is_dir() or not path.suffix:
+                saving = self.checkpoints(path)
+                saving.begin(self.content(optimizer, scheduler), self.steps, self.values())
+                saving.close()
+            else:
+                atomic_file.check_model(path)
+                self._gradients.gather()
+                self._own.save(path, self.place, self._world, self._gradients.master)
         # A rank that has written its part waits for rank 0, which writes last: all may read it now.
         self._meet("save")
 
