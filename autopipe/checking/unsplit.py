@@ -8,8 +8,7 @@
 Tracing, graphs and the runtime compute nothing here, except the numbers of labels over which losses
 are means (planning has compared these with halves of a batch). Parameters of 16 bits are cast
 copies of the model's own, autocast is torch's. The optimizer steps by the split's gradients, once
-these have been compared: so rounding stays out of the comparison of parameters (Adam makes a whole
-step of a gradient that is pure rounding), and the second step begins where the split's begins.
+these have been compared: Adam makes a whole step of a gradient that is pure rounding.
 """
 
 from __future__ import annotations
