@@ -65,7 +65,7 @@ def _holds(node: NodeOf, value: Value) -> bool:
             "its condition is computed from the values of a tensor, and no plan follows it",
             "export the model for one branch, or with the loop unrolled",
         )
-    return bool(value.reshape(-1)[0])  # type: ignore[union-attr]
+    return bool(value.reshape(-1)[0])
 
 
 def _loop(

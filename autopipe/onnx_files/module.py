@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,8 +146,8 @@ class OnnxModule(nn.Module):
             self._keep(name, array, trained=name in trained)
             if name in trained:
                 self._matrices.add(self._paths[name], array)
-        steps = [self._step(node, version, path) for node in graph.node]
-        return tuple(step for step in steps if step.node.op != "Constant")
+        steps = (self._step(node, version, path) for node in graph.node)
+        return tuple(step for step in steps if step is not None)
 
     def _body(self, graph: onnx.GraphProto, version: int, path: Path) -> InnerGraph:
         outer = self._known, self._paths, self._tied
@@ -166,7 +166,8 @@ class OnnxModule(nn.Module):
 
         return InnerGraph(tuple(value.name for value in graph.input), gives, run)
 
-    def _step(self, node: onnx.NodeProto, version: int, path: Path) -> Step:
+    def _step(self, node: onnx.NodeProto, version: int, path: Path) -> Step | None:
+        """A node's run; None: what it gives is constant, and is kept."""
         from onnx import AttributeProto, helper, numpy_helper
 
         def plain(attribute: onnx.AttributeProto) -> Any:
@@ -196,11 +197,11 @@ class OnnxModule(nn.Module):
         reads, makes = tuple(node.input), tuple(node.output)
         if node.op_type == "Constant":
             self._keep(makes[0], constant(told), trained=False)
-            return Step(told, lambda node, inputs: (), reads, makes, {})
+            return None
         if node.op_type == "NonZero" and (array := self._constant_of(reads[0])) is not None:
             # How many there are is no number in a trace, but for a constant it is known here.
             self._keep(makes[0], np.stack(np.nonzero(array)), trained=False)
-            return Step(replace(told, op="Constant"), lambda node, inputs: (), reads, makes, {})
+            return None
         function = function_of(told)
         bodies = {
             own.name: self._body(own.g, version, path)

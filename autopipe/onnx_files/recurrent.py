@@ -81,6 +81,7 @@ def _layer(node: NodeOf, inputs: Sequence[Value]) -> tuple[Any, ...]:
         DirectionWeights(
             inputs=w[n],
             states=r[n],
+            # chunk(2) gives two, which mypy cannot know
             biases=None if bias is None else tuple(bias[n].chunk(2)),  # type: ignore[arg-type]
             peepholes=None if peepholes is None else peepholes[n],
             hidden=h[n],

@@ -48,7 +48,7 @@ def _identity(node: NodeOf, inputs: Sequence[Value]) -> Value:
 def _reshape(node: NodeOf, inputs: Sequence[Value]) -> Value:
     shape = ints(node, inputs[1])
     if is_sizes(inputs[0]):
-        return np.reshape(inputs[0], [int(size) for size in shape])  # type: ignore[arg-type]
+        return np.reshape(inputs[0], [int(size) for size in shape])
     x = as_tensor(inputs[0])
     if not node.get("allowzero", 0):  # a 0 keeps the dim
         shape = [x.shape[n] if _is(size, 0) else size for n, size in enumerate(shape)]
@@ -65,7 +65,7 @@ def _flatten(node: NodeOf, inputs: Sequence[Value]) -> Value:
 
 def _transpose(node: NodeOf, inputs: Sequence[Value]) -> Value:
     if is_sizes(inputs[0]):  # of the ends that a Pad takes, in pairs
-        return np.transpose(inputs[0], node.get("perm"))  # type: ignore[arg-type]
+        return np.transpose(inputs[0], node.get("perm"))
     x = as_tensor(inputs[0])
     return x.permute(node.get("perm") or tuple(reversed(range(x.ndim))))
 
@@ -73,7 +73,7 @@ def _transpose(node: NodeOf, inputs: Sequence[Value]) -> Value:
 def _squeeze(node: NodeOf, inputs: Sequence[Value]) -> Value:
     axes = axes_of(node, inputs, 1)
     if is_sizes(inputs[0]):
-        return np.squeeze(inputs[0], tuple(axes) or None)  # type: ignore[arg-type]
+        return np.squeeze(inputs[0], tuple(axes) or None)
     x = as_tensor(inputs[0])
     return x.squeeze(tuple(axes)) if axes else x.squeeze()
 
@@ -81,7 +81,7 @@ def _squeeze(node: NodeOf, inputs: Sequence[Value]) -> Value:
 def _unsqueeze(node: NodeOf, inputs: Sequence[Value]) -> Value:
     axes = axes_of(node, inputs, 1)
     if is_sizes(inputs[0]):
-        return np.expand_dims(inputs[0], tuple(axes))  # type: ignore[arg-type]
+        return np.expand_dims(inputs[0], tuple(axes))
     x = as_tensor(inputs[0])
     for axis in sorted(axis % (x.ndim + len(axes)) for axis in axes):
         x = x.unsqueeze(axis)
@@ -128,7 +128,7 @@ def _backwards(node: NodeOf, x: Tensor, axis: int, start: int, end: int, step: i
 def _gather(node: NodeOf, inputs: Sequence[Value]) -> Value:
     axis = node.get("axis", 0)
     if is_sizes(inputs[0]):
-        return np.asarray(np.take(inputs[0], np.asarray(inputs[1], dtype=int), axis), dtype=object)  # type: ignore[arg-type]
+        return np.asarray(np.take(inputs[0], np.asarray(inputs[1], dtype=int), axis), dtype=object)
     x, given = as_tensor(inputs[0]), inputs[1]
     axis %= x.ndim
     if isinstance(given, np.ndarray) and given.ndim == 0:
@@ -290,7 +290,7 @@ def _top(node: NodeOf, inputs: Sequence[Value]) -> tuple[Tensor, ...]:
 def _nonzero(node: NodeOf, inputs: Sequence[Value]) -> Value:
     """Places of entries that are not zero, a column each; of sizes, they are sizes."""
     if is_sizes(inputs[0]):
-        return np.stack(np.nonzero(inputs[0])).astype(object)  # type: ignore[arg-type]
+        return np.stack(np.nonzero(inputs[0])).astype(object)
     x = as_tensor(inputs[0])
     if type(x) is not Tensor:  # in a trace
         raise node.refuse(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ Function = Callable[[NodeOf, Sequence[Value]], Any]
 """Computes a node: of its inputs the result, or a tuple of results."""
 
 
-def is_sizes(value: Value) -> bool:
+def is_sizes(value: Value) -> TypeGuard[Sizes]:
     """Whether a value is known as numbers."""
     return isinstance(value, np.ndarray)
 
