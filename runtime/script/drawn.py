@@ -15,7 +15,6 @@ torch's generator stands. Noise by a generator of a rank's own is let be.
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
-from autopipe.runtime.script.own_numbers import differ
+from autopipe.runtime.script.own_numbers import as_floats, as_integers, differ
 
 OF, ENTRIES = 6, 8
 """So many weights are looked at, at so many of their first entries: numbers that two ranks draw
@@ -157,7 +156,7 @@ class DrawnNumbers:
         places = (_hash(f"{began} {torch.initial_seed()}"), _hash(ended))
         moved = places if new and began != ended else (0, 0)
         part = [*self._parts][row]
-        return part, next(iter(self._shared), 0), *_as_integers(floats), *moved
+        return part, next(iter(self._shared), 0), *as_integers(floats), *moved
 
     def check(self, told: Sequence[Sequence[int]]) -> None:
         """Look at what all ranks have told, by rank (`numbers`).
@@ -209,15 +208,10 @@ class DrawnNumbers:
         return f" ({', '.join(dict.fromkeys(names))})" if names else ""
 
 
-def _as_integers(floats: Sequence[float]) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(floats)}q", struct.pack(f"<{len(floats)}d", *floats))
-
-
 def _heard(told: Sequence[int]) -> _Told:
     """What a rank tells, from its integers (`DrawnNumbers.numbers`)."""
     part, shared, *integers, began, ended = told
-    floats = struct.unpack(f"<{len(integers)}d", struct.pack(f"<{len(integers)}q", *integers))
-    value, norm, *forms = floats
+    value, norm, *forms = as_floats(integers)
     form, added = tuple(forms[:RATIOS]), tuple(forms[RATIOS:])
     return _Told(part, shared, value, norm, form, added, began, ended)
 

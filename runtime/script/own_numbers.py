@@ -200,12 +200,21 @@ class OwnNumbers:
 
 def numbers(gradients: Scale, weights: Scale) -> tuple[int, ...]:
     """What a rank tells of itself, as integers of 64 bits."""
-    floats = (*astuple(gradients), *astuple(weights))
-    return struct.unpack(f"<{WIDTH}q", struct.pack(f"<{WIDTH}d", *floats))
+    return as_integers((*astuple(gradients), *astuple(weights)))
+
+
+def as_integers(floats: Sequence[float]) -> tuple[int, ...]:
+    """Floats by their bits, as the first message of a step has them."""
+    return struct.unpack(f"<{len(floats)}q", struct.pack(f"<{len(floats)}d", *floats))
+
+
+def as_floats(integers: Sequence[int]) -> tuple[float, ...]:
+    """The floats of `as_integers`."""
+    return struct.unpack(f"<{len(integers)}d", struct.pack(f"<{len(integers)}q", *integers))
 
 
 def _heard(told: Sequence[int]) -> tuple[Scale, Scale]:
-    floats = struct.unpack(f"<{WIDTH}d", struct.pack(f"<{WIDTH}q", *told))
+    floats = as_floats(told)
     return Scale(*floats[: WIDTH // 2]), Scale(*floats[WIDTH // 2 :])
 
 
