@@ -231,7 +231,7 @@ def note_lines(loss: Loss | None) -> None:
     """Have torch.export note the lines of a loss, and of functions of its file that it calls.
 
     By itself export notes lines only in functions named `forward`. `annotate_fn` adds others;
-    that of torch 2.11 does not.
+    that of torch 2.11 and 2.12 does not.
     """
     annotate = getattr(torch.fx.traceback, "annotate_fn", None)
     called = inspect.getattr_static(type(loss), "__call__", None)  # of an object of a user's class
