@@ -173,8 +173,11 @@ def tokens(leaves: dict[str, Leaf]) -> int:
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0: of nn.Dropout, and attributes with such a name."""
+    """Set every dropout probability to 0: of nn.Dropout, and attributes with such a name.
+
+    A `p` of 1 and more is the order of a norm or the power of a mean.
+    """
     for module in model.modules():
         for name, value in vars(module).items():
-            if isinstance(value, float) and (name == "p" or "drop" in name):
+            if isinstance(value, float) and ("drop" in name or (name == "p" and value < 1)):
                 setattr(module, name, 0.0)

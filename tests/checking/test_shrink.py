@@ -122,6 +122,22 @@ def test_calm_is_without_dropout() -> None:
     assert not torch.equal(model()[0](x), x)
 
 
+class PowerMean(nn.Module):
+    """The mean of powers, as GeM pooling has it: its p is no probability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.triplet = 3.0, nn.TripletMarginLoss(p=1.0)
+
+
+def test_calm_leaves_powers_and_norms() -> None:
+    """Bug: at --tp 2 a model with dropout and such a mean ended in a division by zero."""
+    file = ModelFile("net.py", PowerMean, lambda rows: {}, None, None, None, None, None)
+    calm = shrunk(file, Smaller(calm=True)).model()
+    assert isinstance(calm, PowerMean)
+    assert (calm.p, calm.triplet.p) == (3.0, 1.0)
+
+
 def test_nothing_smaller_is_the_file_itself() -> None:
     own = file(llama)
     assert shrunk(own, Smaller()) is own
