@@ -139,7 +139,7 @@ def compared(
             name: step.whole(name, like, "gradients") for name, like in expected.gradients.items()
         }
         unsplit.update(gradients, torch.clamp(most / (norm + 1e-6), max=1.0))
-        rows.append(step.parameters(unsplit.model))
+        rows.append(step.parameters(unsplit.model, expected))
         with torch.no_grad():
             for name, parameter in unsplit.model.named_parameters():
                 parameter.copy_(step.whole(name, parameter, "parameters"))
@@ -224,13 +224,16 @@ class _StepOfRanks:
             self._row("buffers", buffers, off, noise),
         ]
 
-    def parameters(self, model: nn.Module) -> TensorRow:
-        """The row of parameters after both optimizers have stepped by the same gradients."""
+    def parameters(self, model: nn.Module, expected: WholeStep) -> TensorRow:
+        """The row of parameters after both optimizers have stepped by the same gradients; of frozen
+        ones, which forward may move by its rows, each replica has its own."""
         pairs = []
         for place, found in self.found.items():
+            of_replica, frozen = expected.buffers[place.dp], self.layout.frozen
             for name, tensor in found.parameters.items():
                 if name:
-                    whole = model.get_parameter(name).detach().to(tensor.dtype)
+                    own = of_replica[name] if name in frozen else model.get_parameter(name)
+                    whole = own.detach().to(tensor.dtype)
                     expected_part = self.layout.trained(name, whole, place)
                     pairs.append((name, tensor, expected_part, _largest(whole)))
         return self._row("parameters", pairs, max(1e-6, self.unit))

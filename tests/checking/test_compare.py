@@ -7,11 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from autopipe.checking.compare import off, orders_kept
+from autopipe.checking.compare import TensorRow, compared, off, orders_kept
 from autopipe.checking.layout import RankLayout
+from autopipe.checking.random_ops import RandomNodes
+from autopipe.checking.split import CLIP, RankStep
+from autopipe.checking.unsplit import Unsplit
+from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.contents import Plan
 from autopipe.planfile.regions import Region
+from autopipe.planners.driver import make_plan
+from tests.support.inprocess import machine
 from tests.support.pipes import planned
 
 NAN = float("nan")
@@ -75,3 +82,74 @@ def test_a_whole_tensor_comes_back_from_its_parts(zero: int, frozen: bool) -> No
     assert sum(part.numel() for _, part in parts) == whole.numel() * (2 if is_whole else 1)
     blank: Tensor = torch.zeros_like(whole)
     assert torch.equal(layout.whole(name, blank, parts), whole)
+
+
+class Centred(nn.Module):
+    """Its centre, which is frozen, and a count follow the rows of each replica."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 4), nn.Linear(4, 1)
+        self.centre = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        with torch.no_grad():
+            self.calls += 1
+            self.centre.lerp_(hidden.mean(0), 0.5)
+        found: Tensor = self.down(hidden - self.centre).square().mean()
+        return found
+
+
+def rows_of(count: int) -> dict[str, Tensor]:
+    return {"x": torch.arange(8.0 * count).view(count, 8).sin()}
+
+
+def on_two_replicas() -> tuple[ModelFile, Plan]:
+    file = ModelFile("net.py", Centred, rows_of, None, None, None, None, None)
+    plan = make_plan.plan(
+        Centred, rows_of, loss_over="micro-batch", cluster=machine(2), batch_size=8, dp=2,
+        micro_batches=2,
+    )  # fmt: skip
+    return file, plan
+
+
+def right_ranks(file: ModelFile, plan: Plan, batch: dict[str, Tensor]) -> list[list[RankStep]]:
+    """A step of ranks that do what plain PyTorch does: each has the model, and a replica's rows."""
+    unsplit = Unsplit(file, plan, RandomNodes, None)
+    made = unsplit.step(batch, 1.0)
+    unsplit.update(made.gradients, min(CLIP * float(made.norm) / (float(made.norm) + 1e-6), 1.0))
+    trained = {name: p.detach().clone() for name, p in unsplit.model.named_parameters()}
+    return [
+        [
+            RankStep(
+                made.loss,
+                dict(made.gradients),
+                made.norm,
+                {**trained, "centre": of_replica["centre"]},
+                {"calls": of_replica["calls"]},
+            )
+        ]
+        for of_replica in made.buffers
+    ]
+
+
+def wrong_in(
+    file: ModelFile, plan: Plan, batch: dict[str, Tensor], ranks: list[list[RankStep]]
+) -> dict[str, tuple[str, ...]]:
+    unsplit = Unsplit(file, plan, RandomNodes, None)
+    rows: list[TensorRow] = compared(unsplit, plan, [batch], ranks, exact=True)
+    return {row.what: row.wrong for row in rows if row.wrong}
+
+
+def test_what_is_frozen_and_follows_the_rows_is_each_replica_s_own() -> None:
+    """Bug: that of the first replica was compared with the second one's, and said to differ."""
+    file, plan = on_two_replicas()
+    batch = rows_of(8)
+    ranks = right_ranks(file, plan, batch)
+    assert wrong_in(file, plan, batch, ranks) == {}
+    ranks[0][0].parameters["centre"] = ranks[1][0].parameters["centre"]
+    assert wrong_in(file, plan, batch, ranks) == {"parameters": ("centre",)}
