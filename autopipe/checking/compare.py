@@ -18,7 +18,7 @@ rounding moves it in plain PyTorch, measured as:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from autopipe.checking.layout import RankLayout
 from autopipe.checking.split import CLIP, RankStep
 from autopipe.checking.unsplit import Unsplit, WholeStep
+from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
 from autopipe.planfile.regions import COMPILED
@@ -117,7 +118,7 @@ def compared(
     layout, rows = RankLayout.of(plan, unsplit.frozen), list[TensorRow]()
     for number, batch in enumerate(batches):
         found = {place: ranks[place.rank][number] for place in plan.mesh.places}
-        step = _StepOfRanks(layout, number + 1, found, exact)
+        step = _StepOfRanks(layout, number + 1, found, buffers_of(unsplit.model), exact)
         first = next(iter(found.values()))
         noise: dict[str, float] = {}
         if wide is not None:
@@ -177,13 +178,27 @@ def nearness(plan: Plan) -> tuple[str, ...]:
     return (*found, f"or to twice what rounding to {plan.precision} moves them in plain PyTorch")
 
 
+_Pair = tuple[str, Tensor | None, Tensor | None, float]
+"""A tensor's name; a rank's and the expected one; the least divisor of their difference."""
+
+
 class _StepOfRanks:
-    """One step of all ranks, to be compared."""
+    """One step of all ranks, to be compared.
+
+    Args:
+        buffers: the names of the model's buffers.
+    """
 
     def __init__(
-        self, layout: RankLayout, number: int, found: Mapping[Place, RankStep], exact: bool
+        self,
+        layout: RankLayout,
+        number: int,
+        found: Mapping[Place, RankStep],
+        buffers: Collection[str],
+        exact: bool,
     ) -> None:
         self.layout, self.number, self.found, self.exact = layout, number, found, exact
+        self._buffers = [*buffers]
         self.rounding = rounding(layout.plan)
         self.unit = 0.0  # of the last place, in the narrowest dtype that was compared
 
@@ -194,7 +209,7 @@ class _StepOfRanks:
             noise: by gradient or buffer, how far rounding alone has moved it.
         """
         largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
-        losses, gradients, buffers, norms = [], [], [], []
+        losses, gradients, buffers, norms = (list[_Pair]() for _ in range(4))
         for place, found in self.found.items():
             losses.append(("loss", found.loss.to(expected.loss.dtype), expected.loss, 0.0))
             norms.append(("norm", found.norm, expected.norm, 0.0))
@@ -209,6 +224,7 @@ class _StepOfRanks:
                     expected_part = self.layout.shard(name, of_replica[name], place)
                     buffers.append((name, buffer, expected_part, _largest(of_replica[name])))
         gradients += [(n, None, g, 0.0) for n, g in expected.gradients.items() if self._nowhere(n)]
+        buffers += [(name, None, buffer, 0.0) for name, buffer in self._lost(expected)]
         off = 0.0 if self.exact else self.rounding
         # A mean of micro-batches is rounded in the dtype of the loss, before and after replicas;
         # ranks without the last stage get it in fp32, that of an fp64 model too.
@@ -247,13 +263,24 @@ class _StepOfRanks:
         ]
         return self.layout.whole(name, like, parts)
 
+    def _lost(self, expected: WholeStep) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that the unsplit model has moved, and no rank of that replica has; those that
+        get another shape are caches, which ranks make anew."""
+        for dp, (before, after) in enumerate(zip(expected.before, expected.buffers, strict=True)):
+            ranks = [found.buffers for place, found in self.found.items() if place.dp == dp]
+            held = {id(after[n]) for own in ranks for n in own if n in after}  # by all its names
+            for name in (n for n in self._buffers if n in before and n in after):
+                alike = before[name].shape == after[name].shape
+                if alike and id(after[name]) not in held and off(after[name], before[name]):
+                    yield name, after[name]
+
     def _nowhere(self, name: str) -> bool:
         return not any(name in found.parameters for found in self.found.values())
 
     def _row(
         self,
         what: str,
-        pairs: Sequence[tuple[str, Tensor | None, Tensor | None, float]],
+        pairs: Sequence[_Pair],
         allowed: float,
         noise: Mapping[str, float] | None = None,
     ) -> TensorRow:

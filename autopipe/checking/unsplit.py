@@ -45,12 +45,14 @@ from autopipe.tracing.capture.program import Program
 
 @dataclass
 class WholeStep:
-    """A step of the unsplit model: the loss, each gradient, each replica's buffers."""
+    """A step of the unsplit model: the loss, each gradient; and after and before it each replica's
+    buffers, with frozen parameters."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
     norm: Tensor
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    before: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 _OF_LOSS = "of the loss: "  # what the names of its buffers begin with
@@ -104,9 +106,7 @@ class Unsplit:
         self.frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
         self._kept_tensors = _kept_tensors(self.model, file)
         self._of_loss = nn.ModuleList(modules_among([] if file.loss is None else [file.loss]))
-        self._of_replicas = [
-            self._snapshot()
-        ] * plan.mesh.dp  # never written: a replica gets copies
+        self._of_replicas = [self._snapshot()] * plan.mesh.dp  # never written: they get copies
         self._steps = 0
         self._before = self._of_replicas
         self.sparse: set[str] = set()
@@ -312,7 +312,7 @@ class Unsplit:
             # fp16 has overflowed: a step that is passed over, whose norm a pipe calls infinite.
             total, norm = {}, torch.tensor(torch.inf)
         loss = (torch.stack(weighed).sum() / divisor).to(results[0][0].dtype)
-        return WholeStep(loss, total, norm, self._of_replicas)
+        return WholeStep(loss, total, norm, self._of_replicas, self._before)
 
 
 def check_statistics(plan: Plan, graph: Graph) -> None:

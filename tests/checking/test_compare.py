@@ -153,3 +153,13 @@ def test_what_is_frozen_and_follows_the_rows_is_each_replica_s_own() -> None:
     assert wrong_in(file, plan, batch, ranks) == {}
     ranks[0][0].parameters["centre"] = ranks[1][0].parameters["centre"]
     assert wrong_in(file, plan, batch, ranks) == {"parameters": ("centre",)}
+
+
+def test_a_buffer_that_no_rank_has_is_missed() -> None:
+    """Bug: a trace that loses each write of a buffer leaves no stage that has it, and what no rank
+    had was not compared."""
+    file, plan = on_two_replicas()
+    batch = rows_of(8)
+    ranks = right_ranks(file, plan, batch)
+    del ranks[1][0].buffers["calls"]
+    assert wrong_in(file, plan, batch, ranks) == {"buffers": ("calls",)}

@@ -202,6 +202,12 @@ def unwritten() -> AbstractContextManager[None]:
     return converted(lambda graph: without(graph, "watch/add_/0"))
 
 
+@mutation("pipeline", "a buffer whose writes are all lost")
+def unmoved() -> AbstractContextManager[None]:
+    """No stage has it then."""
+    return converted(lambda graph: without(without(graph, "watch/add_/0"), "watch/mul_/0"))
+
+
 @mutation("pipeline", "a wrong alias")
 def aliased() -> AbstractContextManager[None]:
     def change(graph: Graph) -> Graph:
