@@ -29,6 +29,7 @@ from autopipe.checking.layout import RankLayout
 from autopipe.checking.split import CLIP, RankStep
 from autopipe.checking.unsplit import Unsplit, WholeStep
 from autopipe.eager.assigned_buffers import buffers_of
+from autopipe.errors import ModelError
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
 from autopipe.planfile.regions import COMPILED
@@ -114,6 +115,7 @@ def compared(
 
     Raises:
         Unmatched, Unrepeatable: as `Unsplit.step`.
+        ModelError: the loss is no number, on either side.
     """
     layout, rows = RankLayout.of(plan, unsplit.frozen), list[TensorRow]()
     for number, batch in enumerate(batches):
@@ -124,6 +126,7 @@ def compared(
         if wide is not None:
             wide.follow(unsplit)
         expected = unsplit.step(batch, first.scale)
+        _check_number(expected.loss, first.loss, number + 1)
         if wide is not None:
             noise = _noise(expected.gradients, wide.step(batch, 1.0).gradients)
         noise = {**dict.fromkeys((*unsplit.sparse, *unsplit.averaged), FP32), **noise}
@@ -145,6 +148,18 @@ def compared(
             for name, parameter in unsplit.model.named_parameters():
                 parameter.copy_(step.whole(name, parameter, "parameters"))
     return rows
+
+
+def _check_number(unsplit: Tensor, split: Tensor, step: int) -> None:
+    """Refuse losses that are no numbers: all that follows from them is nan on both sides, and
+    equal whatever the split does."""
+    if not bool(unsplit.isfinite()) and not bool(split.isfinite()):
+        raise ModelError(
+            f"the loss of step {step} is {float(unsplit)}, in plain PyTorch too: where no number "
+            "comes out, nothing can be compared",
+            hint="let inputs(batch_size) give rows, and model() weights, of which the loss is a "
+            "number",
+        )
 
 
 def _noise(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopipe import ModelError
 from autopipe.checking.compare import TensorRow, compared, off, orders_kept
 from autopipe.checking.layout import RankLayout
 from autopipe.checking.random_ops import RandomNodes
@@ -163,3 +164,12 @@ def test_a_buffer_that_no_rank_has_is_missed() -> None:
     ranks = right_ranks(file, plan, batch)
     del ranks[1][0].buffers["calls"]
     assert wrong_in(file, plan, batch, ranks) == {"buffers": ("calls",)}
+
+
+def test_a_loss_that_is_no_number_shows_nothing() -> None:
+    """Bug: nan equals nan, so whatever ranks did was `the same`."""
+    file, plan = on_two_replicas()
+    batch = {"x": torch.full((8, 8), NAN)}
+    ranks = right_ranks(file, plan, batch)
+    with pytest.raises(ModelError, match="the loss of step 1 is nan, in plain PyTorch too"):
+        wrong_in(file, plan, batch, ranks)
