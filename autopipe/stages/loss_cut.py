@@ -131,7 +131,8 @@ class _Cutting:
                 rows is unknown.
         """
         spec, path = self.flow.graph.spec(value), f"embedding.{number}"
-        gradient = f"gradient.{number}" if spec.dtype.is_floating_point else None
+        numbers = spec.dtype.is_floating_point or spec.dtype.is_complex
+        gradient = f"gradient.{number}" if numbers else None
         if not any(isinstance(dim, sympy.Expr) for dim in spec.shape):
             if isinstance(value, Ref) and (why := self._varies(value)):
                 raise self._refusal(value, f"has no rows, and {why}")
@@ -228,9 +229,12 @@ class _Cutting:
 
 
 def _surrogate(of: Sequence[tuple[Value, Embedding]], place: str) -> list[Node]:
-    """Nodes that compute sum(e * gradient) over the embeddings that have one; empty: none has."""
+    """Nodes that compute sum(e * gradient) over the embeddings that have one; empty: none has.
+
+    Of complex ones real and imaginary parts are multiplied each with each.
+    """
     trained = [(value, e) for value, e in of if e.gradient is not None]
-    doubles = any(e.spec.dtype == torch.float64 for _, e in trained)
+    doubles = any(e.spec.dtype in (torch.float64, torch.complex128) for _, e in trained)
     wide = torch.float64 if doubles else torch.float32
     nodes: list[Node] = []
 
@@ -241,9 +245,14 @@ def _surrogate(of: Sequence[tuple[Value, Embedding]], place: str) -> list[Node]:
 
     total: Ref | None = None
     for value, embedding in trained:
-        seed = Input(embedding.gradient or "")
-        product = add("aten.mul.Tensor", (value, seed), embedding.spec)
-        part = add("aten.sum.default", (product,), TensorSpec((), wide), dtype=wide)
-        scalar = TensorSpec((), wide)
-        total = part if total is None else add("aten.add.Tensor", (total, part), scalar)
+        spec, seed = embedding.spec, Input(embedding.gradient or "")
+        pairs: list[tuple[Arg, ...]] = [(value, seed)]
+        if spec.dtype.is_complex:
+            spec, halves = TensorSpec(spec.shape, spec.dtype.to_real()), ("real", "imag")
+            pairs = [tuple(add(f"aten.{h}.default", (e,), spec) for e in pairs[0]) for h in halves]
+        for pair in pairs:
+            product = add("aten.mul.Tensor", pair, spec)
+            part = add("aten.sum.default", (product,), TensorSpec((), wide), dtype=wide)
+            scalar = TensorSpec((), wide)
+            total = part if total is None else add("aten.add.Tensor", (total, part), scalar)
     return nodes

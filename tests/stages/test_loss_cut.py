@@ -6,8 +6,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopipe.errors import ModelError
+from autopipe.ir.blocks import find_blocks
+from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Input
+from autopipe.ir.partition import partition
 from autopipe.stages.loss_cut import cut_loss
+from autopipe.stages.lower import lower
 from tests.support.staged import trace_model
 
 WIDTH = 4
@@ -116,3 +120,55 @@ def test_what_micro_batches_cannot_give_is_refused(forward, loss, what):
         cut(forward, loss)
     assert what in str(error.value)
     assert 'loss_over="batch" was asked for' in str(error.value)
+
+
+class Spectral(Net):
+    """Its rows are complex, and so is a scale of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixing = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+        self.phase = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.fft(self.layer(x)) @ self.mixing, self.phase
+
+
+def in_spectra(outputs, batch):
+    rows, phase = outputs
+    return ((rows * phase) @ rows.conj().T).abs().logsumexp(1).mean()
+
+
+def test_complex_embeddings_have_gradients():
+    """Bug: they had none, and what the model computes them with was planned, and never trained."""
+    torch.manual_seed(0)
+    model, batch = Spectral(), inputs(4)
+    expected = gradients(in_spectra(model(batch["x"]), batch), model)
+    whole = cut_loss(trace_model(model, inputs, in_spectra).graph)
+    assert lies(whole) == [("complex64[b, 4]", 0, 1)] * 2
+    rows, loss = on_rows(whole.rows, model), on_rows(whole.loss, model)
+    paths, seeds = [e.path for e in whole.embeddings], [e.gradient for e in whole.embeddings]
+    zeros = {seed: torch.zeros(4, WIDTH, dtype=torch.complex64) for seed in seeds}
+    _, *embeddings = rows(batch | zeros)
+    leaves = [e.detach().requires_grad_() for e in embeddings]
+    of_batch = torch.autograd.grad(loss(batch | dict(zip(paths, leaves, strict=True)))[0], leaves)
+    surrogate, *_ = rows(batch | dict(zip(seeds, of_batch, strict=True)))
+    found = gradients(surrogate, model)
+    assert found.keys() == expected.keys() == {"layer.weight", "layer.bias", "mixing", "phase"}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def gradients(loss, model):
+    """By name, of the parameters that have one."""
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
+    return {name: g for name, g in zip(named, found, strict=True) if g is not None}
+
+
+def on_rows(graph, model):
+    """The graph as one stage of the model on four rows, which takes its inputs by name."""
+    (stage,) = partition(analyse(graph), [])
+    states = {name: model.get_parameter(name) for name in stage.states}
+    module = lower(graph, stage, find_blocks(graph), states, (), 4, last=True).module
+    return lambda leaves: module(*(leaves[path].clone() for path in stage.inputs))
