@@ -245,10 +245,7 @@ def _off(tensor: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> 
         return math.inf
     if torch.equal(tensor, expected) or not expected.numel():
         return 0.0
-    tensor, expected = (
-        torch.view_as_real(t) if t.is_complex() else t.double()
-        for t in (tensor.detach(), expected.detach())
-    )
+    tensor, expected = numbers_of(tensor), numbers_of(expected)
     measure = expected.isfinite()  # the model's other numbers are none
     tensor, expected = tensor[measure], expected[measure]
     if not expected.numel():
@@ -257,6 +254,14 @@ def _off(tensor: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> 
         return math.inf
     off, scale = float((tensor - expected).abs().max()), max(float(expected.abs().max()), floor)
     return (off / scale if scale else math.inf) if off else 0.0
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor in fp64; of a complex one real and imaginary parts."""
+    found = tensor.detach()
+    if found.is_complex():
+        found = torch.view_as_real(found.resolve_conj())  # autograd leaves some for later
+    return found.double()
 
 
 def last_reader(graph: Graph, names: Iterable[str]) -> tuple[str, str]:

@@ -181,6 +181,18 @@ def test_numbers_that_are_none_and_imaginary_ones_hide_no_difference(of_model, o
         compare(traced, outcome(of_model), outcome(of_graph), 1e-4)
 
 
+def test_gradients_that_autograd_leaves_conjugated_are_compared():
+    """Bug: that of `self.weight.conj() * x`, a little off, ended planning with torch's words."""
+
+    def outcome(gradient):
+        return Outcome([torch.ones(1)], [{"up.weight": torch.tensor(gradient).conj()}], [{}])
+
+    traced = trace_model(built(Net), inputs, square)
+    compare(traced, outcome([1 + 1j]), outcome([1 + 1.00001j]), 1e-4)
+    with pytest.raises(CaptureError, match="1 of its 1 gradients differ"):
+        compare(traced, outcome([1 + 1j]), outcome([1 + 2j]), 1e-4)
+
+
 def test_a_second_micro_batch_that_is_no_number_differs_from_none():
     """Bug: SAM was refused. Its weights, moved by a step, give nan; of the gradients one is nan but
     for a 0, which is a 0 by its graph too."""
