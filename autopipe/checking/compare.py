@@ -33,7 +33,7 @@ from autopipe.errors import ModelError
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
 from autopipe.planfile.regions import COMPILED
-from autopipe.planners.driver.outcomes import TOLERANCE
+from autopipe.planners.driver.outcomes import TOLERANCE, numbers_of
 from autopipe.stages.precision import copy_dtype
 
 FP32 = 1e-5
@@ -315,16 +315,16 @@ class _StepOfRanks:
 def off(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
     """The largest difference, as a share of the expected tensor's largest entry, or of `floor`.
 
-    0.0: equal bits, or nan on both sides. Infinite: one tensor is missing, has another shape, or
-    is nan where the other is a number.
+    Of complex numbers real and imaginary parts are compared. 0.0: equal bits, or nan on both sides.
+    Infinite: one tensor is missing, has another shape, or is nan where the other is a number.
     """
     if found is None or expected is None:
         return 0.0 if found is expected else math.inf
-    if found.shape != expected.shape:
+    if (found.shape, found.is_complex()) != (expected.shape, expected.is_complex()):
         return math.inf
     if torch.equal(found, expected) or not expected.numel():
         return 0.0
-    found, expected = found.detach().double(), expected.detach().double()
+    found, expected = numbers_of(found), numbers_of(expected)
     alike = (found == expected) | (found.isnan() & expected.isnan())
     if bool(alike.all()):
         return 0.0
@@ -337,8 +337,8 @@ def off(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> fl
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest entry of floats; 0.0 of others, or where that is no number."""
-    if not tensor.numel() or not tensor.is_floating_point():
+    """The largest entry of floats, or of complex numbers; 0.0 of others, or if it is no number."""
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     found = float(tensor.detach().abs().max())
     return found if math.isfinite(found) else 0.0

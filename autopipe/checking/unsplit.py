@@ -303,8 +303,8 @@ class Unsplit:
         counts = [float(r[1]) if counted else weights.count(k) for k, r in enumerate(results)]
         divisor = weights.divisor(sum(counts))
         factor = self._share(results[0]) / divisor if divisor else 0.0
-        if self._kept is not None and self._kept.optimizer == MASTER:
-            total = {name: gradient.float() for name, gradient in total.items()}
+        if (kept := self._kept) is not None and kept.optimizer == MASTER:
+            total = {n: g.to(MASTER) if g.dtype == kept.gradients else g for n, g in total.items()}
         for gradient in total.values():
             gradient.mul_(factor / scale)
         norm = nn.utils.get_total_norm([*total.values()])

@@ -34,12 +34,14 @@ NAN = float("nan")
         ([NAN, 2.0], [NAN, 2.0], 0.0),
         ([NAN, 2.0], [1.0, 2.0], math.inf),
         ([1.0], [1.0, 2.0], math.inf),
+        ([2.0 + 1.0j], [2.0 + 2.0j], 0.5),  # bug: imaginary parts were thrown away
+        ([2.0 + 1.0j], [2.0], math.inf),
         (None, [1.0], math.inf),
         ([0.0], None, math.inf),
         (None, None, 0.0),
     ],
 )
-def test_off(found: list[float] | None, expected: list[float] | None, share: float) -> None:
+def test_off(found: list[complex] | None, expected: list[complex] | None, share: float) -> None:
     one, other = (None if x is None else torch.tensor(x) for x in (found, expected))
     assert off(one, other) == share
 
