@@ -299,7 +299,8 @@ class _StepOfRanks:
         allowed: float,
         noise: Mapping[str, float] | None = None,
     ) -> TensorRow:
-        most = {name: TWICE * share for name, share in (noise or {}).items()}
+        known = ((name, share) for name, share in (noise or {}).items() if math.isfinite(share))
+        most = {name: TWICE * share for name, share in known}
         shares = [(off(found, expected, scale), name) for name, found, expected, scale in pairs]
         furthest = max(shares, key=lambda share: share[0], default=(0.0, ""))
         wrong = dict.fromkeys(

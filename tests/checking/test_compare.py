@@ -175,3 +175,23 @@ def test_a_loss_that_is_no_number_shows_nothing() -> None:
     ranks = right_ranks(file, plan, batch)
     with pytest.raises(ModelError, match="the loss of step 1 is nan, in plain PyTorch too"):
         wrong_in(file, plan, batch, ranks)
+
+
+class Overflowing(Centred):
+    """Its gradients are no numbers, as those of a run in fewer bits may be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.inf
+
+
+def test_rounding_that_knows_no_bounds_excuses_nothing() -> None:
+    """Bug: where plain PyTorch in fp32 has a number and in 16 bits has none, any gradient was near
+    enough, a missing one too."""
+    file, plan = on_two_replicas()
+    batch = rows_of(8)
+    ranks = right_ranks(file, plan, batch)
+    del ranks[0][0].gradients["up.weight"]
+    unsplit = Unsplit(file, plan, RandomNodes, None)
+    wide = Unsplit(replace(file, model=Overflowing), plan, RandomNodes, None)
+    rows = compared(unsplit, plan, [batch], ranks, wide, exact=False)
+    assert [row.wrong for row in rows if row.what == "gradients"] == [("up.weight",)]
