@@ -82,7 +82,7 @@ def legal_cuts(flow: Dataflow) -> tuple[int, ...]:
         spans = [_span(flow, value) for value in group]
         if not isinstance(root, Ref):
             touched = [p for _, last in spans for p in last] + list(flow.writers[root])
-            for cut in range(min(touched) + 1, max(touched) + 1):
+            for cut in range(min(touched) + 1, min(max(touched) + 1, len(nodes))):
                 legal[cut] = False
             continue
         for cut in range(flow.position(root) + 1, flow.writers[root][-1] + 1):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,19 @@ def test_nodes_that_touch_a_written_buffer_stay_together():
            second/linear/0
            add/0
         -- mean/0
+    """)
+
+
+def test_a_batch_that_is_written_may_be_a_result():
+    """Bug: `list assignment index out of range`. Its last reader stands behind all nodes."""
+    case = case_of(lambda m, x: m.first(x.mul_(2)))
+    graph = trace_model(case.model(), case.inputs).graph
+    written = Ref(graph.nodes[0].name)
+    flow = analyse(replace(graph, outputs=(*graph.outputs, written)))
+    assert picture(flow) == drawing("""
+           mul_/0
+           first/linear/0
+           mean/0
     """)
 
 
