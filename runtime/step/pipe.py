@@ -226,6 +226,7 @@ class Pipe(Kept):
         """
         loss, first, meter = self._prepared.loss(split), executor.first, self.meter
         assert first is not None
+        again = replace(parts, leaves=loss.as_given(parts))
         with torch.no_grad():
             results = self._forward(first, split, replace(parts, seeds=loss.nothing(parts)))
         scored = LossOfStep((), {})
@@ -233,7 +234,7 @@ class Pipe(Kept):
             if results:
                 numbers = self.seed, self.steps
                 scored = loss.score(parts, [*results.values()], numbers, scale, meter)
-            self._run(executor, replace(parts, seeds=scored.seeds), 1.0)
+            self._run(executor, replace(again, seeds=scored.seeds), 1.0)
         found = {0: scored.results} if results else {}
         return mean_loss(found, EVEN, loss.whole.counted, self.plan.mesh.tp, self._world)[0]
 

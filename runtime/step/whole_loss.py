@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopipe.batch.tree import Leaf
 from autopipe.ir.dataflow import analyse
-from autopipe.ir.graph import Graph, State, shape_at
+from autopipe.ir.graph import Graph, Input, State, shape_at
 from autopipe.runtime.parameters.part import RankPart
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.microbatches import Microbatches
@@ -69,6 +70,15 @@ class BatchLoss:
             * parts.count
             for e in self.whole.embeddings
             if e.gradient is not None
+        }
+
+    def as_given(self, parts: Microbatches) -> Mapping[str, Leaf]:
+        """The batch as it is now, for the second pass, whatever the first one writes into it."""
+        graphs = self.whole.rows, self.whole.loss
+        written = {root for graph in graphs for root in analyse(graph).writers}
+        return {
+            path: leaf.clone() if isinstance(leaf, Tensor) and Input(path) in written else leaf
+            for path, leaf in parts.leaves.items()
         }
 
     def score(

@@ -1,0 +1,63 @@
+"""A loss of the whole batch, in two passes over one process's micro-batches."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopipe
+from tests.support.inprocess import machine
+from tests.support.pipes import close
+
+
+class Scaled(nn.Module):
+    """Scales its input in place, as models do that normalize a picture without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x.mul_(2)).relu())
+        return out
+
+
+def near(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Each row is to be nearest to its own label."""
+    near = F.normalize(outputs) @ F.normalize(batch["label"]).T
+    return F.cross_entropy(near, torch.arange(len(outputs)))
+
+
+def near_the_input(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """To its own input, of which the model has left twice the numbers."""
+    return F.cross_entropy(outputs @ batch["x"].T, torch.arange(len(outputs)))
+
+
+def inputs(rows: int) -> dict[str, Tensor]:
+    x = torch.arange(4.0 * rows).reshape(rows, 4).sin()
+    return {"x": x, "label": x.flip(1).cos()}
+
+
+def test_both_passes_read_the_batch_as_it_was_given() -> None:
+    """Bug: the second pass, which makes the gradients, began with what the first had written. The
+    batch ends as in plain PyTorch, where forward writes it once."""
+    for loss in (near, near_the_input):
+        torch.manual_seed(0)
+        model = Scaled()
+        plan = autopipe.plan(
+            model, inputs, loss=loss, cluster=machine(1), batch_size=8, micro_batches=2,
+            loss_over="batch",
+        )  # fmt: skip
+        pipe = autopipe.parallelize(copy.deepcopy(model), plan, loss=loss)
+        ours, theirs = inputs(8), inputs(8)
+        expected = loss(model(theirs["x"]), theirs)
+        expected.backward()
+        close(pipe.step(ours), expected)
+        for name, parameter in pipe.named_parameters():
+            gradient = model.get_parameter(name).grad
+            assert parameter.grad is not None and gradient is not None
+            close(parameter.grad, gradient, name)
+        assert torch.equal(ours["x"], theirs["x"])
