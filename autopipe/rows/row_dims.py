@@ -8,16 +8,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import sympy
 import torch
 from torch import Tensor
 
-from autopipe.ir.dataflow import Dataflow
+from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import (
     BATCH,
     Dim,
+    Graph,
     Node,
     Ref,
     TensorSpec,
@@ -69,6 +70,28 @@ def symbols(dim: Dim) -> Collection[sympy.Basic]:
     return dim.free_symbols if isinstance(dim, sympy.Expr) else ()
 
 
+def in_groups(tensor: Tensor, dim: int, groups: int) -> Tensor:
+    """A value of some rows with two dims in place of that of rows: groups, rows of a group."""
+    before, behind = tensor.shape[:dim], tensor.shape[dim + 1 :]
+    return tensor.reshape(*before, groups, tensor.shape[dim] // groups, *behind)
+
+
+def joined(parts: Sequence[Tensor], dim: int, groups: int) -> Tensor:
+    """A value of all rows, from those of their parts in the order of the rows.
+
+    Args:
+        groups: how many times the dim goes through all rows, as the function of that name has it.
+    """
+    apart = [in_groups(part, dim, groups) for part in parts]
+    return torch.cat(apart, dim + 1).flatten(dim, dim + 1)
+
+
+def parted(whole: Tensor, dim: int, groups: int, count: int) -> list[Tensor]:
+    """A value of each of `count` equal parts of the rows: the inverse of `joined`."""
+    apart = in_groups(whole, dim, groups).chunk(count, dim + 1)
+    return [part.flatten(dim, dim + 1) for part in apart]
+
+
 SAME_ROWS = {
     *("view", "reshape", "flatten", "unflatten", "expand", "expand_as", "unsqueeze", "squeeze"),
     *("transpose", "permute", "clone", "alias", "detach", "contiguous", "to", "_to_copy"),
@@ -84,6 +107,21 @@ _LAYERS = {
     *("scaled_dot_product_attention", "dropout", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
 }
 """Ops of layers, which leave the rows of a batch in their order."""
+
+
+def rows_lie(flow: Dataflow, value: Value) -> tuple[int, int] | None:
+    """The dim of a value's rows, and its `groups`; None: there is no such dim, or several, or the
+    order of the rows in it is unknown."""
+    dim = rows_dim(flow.graph.spec(value))
+    many = None if dim is None else groups(flow, value)
+    return None if dim is None or many is None else (dim, many)
+
+
+def outputs_lie(graph: Graph, count: int) -> tuple[tuple[int, int] | None, ...]:
+    """How the rows of a graph's last `count` results lie, each as `rows_lie` has it."""
+    outputs = graph.outputs[len(graph.outputs) - count :]
+    found = (next(values_in((output,))) for output in outputs)
+    return tuple(rows_lie(analyse(graph), value) for value in found)
 
 
 def groups(flow: Dataflow, value: Value) -> int | None:

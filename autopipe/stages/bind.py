@@ -30,6 +30,7 @@ from autopipe.planfile.placements import Sharding
 from autopipe.rewriting.fused_attention import fused
 from autopipe.rewriting.label_counts import LabelCounts, label_counts
 from autopipe.rewriting.loss_in_parts import in_parts
+from autopipe.rows.row_dims import outputs_lie
 from autopipe.schedules.instructions import Programs, splits
 from autopipe.sharding.local_graph import blocks_of, held_whole, shard_graph, shardable
 from autopipe.sharding.plan_io import fitted, read_back
@@ -295,7 +296,8 @@ def rank_trace(
     labels = label_counts(traced.graph, others) if plan.loss_over == ROWS else None
     graph = traced.graph if whole is None else whole.rows
     graph = in_parts(fused(graph) if plan.fused_attention else graph, plan.loss_parts)
-    traced, blocks = replace(traced, graph=graph), find_blocks(graph)
+    lie, blocks = outputs_lie(traced.graph, others), find_blocks(graph)
+    traced = replace(traced, graph=graph, lie=lie)
     if plan.mesh.tp == 1:
         return RankTrace(traced, blocks, whole, labels)
     flow = shardable(graph)

@@ -32,7 +32,7 @@ from autopipe.ir.graph import (
 )
 from autopipe.planfile.contents import BATCH
 from autopipe.rows.loss_tail import tail
-from autopipe.rows.row_dims import groups, rows_dim
+from autopipe.rows.row_dims import rows_lie
 from autopipe.stages.whole_loss import Embedding, WholeLoss
 
 _ASKED = f'loss_over="{BATCH}" was asked for'
@@ -137,11 +137,10 @@ class _Cutting:
             if isinstance(value, Ref) and (why := self._varies(value)):
                 raise self._refusal(value, f"has no rows, and {why}")
             return Embedding(path, gradient, spec, None, 1)
-        dim = rows_dim(spec)
-        many = groups(self.flow, value) if dim is not None else None
-        if dim is None or many is None:
+        lie = rows_lie(self.flow, value)
+        if lie is None:
             raise self._refusal(value, f"is {spec}, in which its rows (b) cannot be told apart")
-        return Embedding(path, gradient, spec, dim, many)
+        return Embedding(path, gradient, spec, *lie)
 
     def _varies(self, value: Ref) -> str:
         """Why a value is not the same in every micro-batch; empty: it is."""

@@ -31,6 +31,7 @@ from autopipe.ir.opaque_ops import observing
 from autopipe.ir.partition import partition
 from autopipe.ir.torch_private import fake_mode
 from autopipe.planfile.parts import Read
+from autopipe.rows.row_dims import joined, parted
 from autopipe.stages.dry_run import fake_state
 from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.precision import arithmetic, computing
@@ -57,23 +58,14 @@ class Embedding:
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The value of all rows, from those of micro-batches in the order of the batch."""
-        if self.dim is None:
-            return parts[0]
-        apart = [self._in_groups(part) for part in parts]
-        return torch.cat(apart, self.dim + 1).flatten(self.dim, self.dim + 1)
+        return parts[0] if self.dim is None else joined(parts, self.dim, self.groups)
 
     def parted(self, gradient: Tensor, count: int) -> list[Tensor]:
         """The gradient of each of `count` micro-batches; what has no rows goes to the first."""
         if self.dim is None:
             return [gradient, *[torch.zeros_like(gradient)] * (count - 1)]
-        apart = self._in_groups(gradient).chunk(count, self.dim + 1)
-        return [part.flatten(self.dim, self.dim + 1).contiguous() for part in apart]
-
-    def _in_groups(self, tensor: Tensor) -> Tensor:
-        """A value of some rows with two dims in place of that of rows: groups, rows of a group."""
-        dim = self.dim or 0
-        shape = tensor.shape
-        return tensor.reshape(*shape[:dim], self.groups, -1, *shape[dim + 1 :])
+        parts = parted(gradient, self.dim, self.groups, count)
+        return [part.contiguous() for part in parts]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ class Trace:
     """A graph, the description of the batch it was traced on, and the reads it depends on.
 
     `outputs`: the paths of the model's own outputs, if the graph returns them after the loss.
+    `lie`: for each of them the dim of its rows, and how many times that goes through all rows, as
+    `rows.row_dims.rows_lie` has it; known in a rank's trace.
     `unsteady`: kept values that make a later call of the model compute otherwise.
     `left`: values that each call leaves in Python.
     `caches`: buffers in no checkpoint that the first call makes anew; no states of the graph.
@@ -32,6 +34,7 @@ class Trace:
     inputs: tuple[InputSpec, ...]
     reads: tuple[Read, ...]
     outputs: tuple[str, ...] = ()
+    lie: tuple[tuple[int, int] | None, ...] = ()
     unsteady: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     caches: frozenset[str] = frozenset()

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopipe.ir.graph import BATCH, Input, Ref, State
 from autopipe.planfile.contents import Plan
+from autopipe.rows.row_dims import joined, parted
 from autopipe.runtime.step.microbatches import LossWeights
 from autopipe.stages.bind import Split
 
@@ -79,48 +79,40 @@ def gathered(
         A tensor, or a dict of tensors by their paths, in host memory.
     """
     paths = split.trace.outputs
-    dims = [_rows_dim(split, output) for output in split.graph.outputs[-len(paths) :]]
     of_each: list[list[Tensor]] = []
     for dp in range(plan.mesh.dp):
         by_microbatch = []
         for last in lasts[:micro_batches]:
             source = plan.mesh.rank(last, dp)
             is_source = world is None or dist.get_rank(world) == source
-            columns = zip(zip(*results, strict=True), dims, strict=True) if is_source else ()
-            tensors = [_joined(parts, dim) for parts, dim in columns]
+            columns = zip(zip(*results, strict=True), split.trace.lie, strict=True)
+            tensors = [_joined(parts, lie) for parts, lie in columns] if is_source else []
             by_microbatch.append(tensors if world is None else _from(source, tensors, world))
-        shares = zip(zip(*by_microbatch, strict=True), dims, strict=True)
-        of_each.append([_in_order(share, dim, micro_batches) for share, dim in shares])
-    joined = [
-        parts[0] if len(parts) == 1 else torch.cat(parts, dim or 0)
-        for parts, dim in zip(zip(*of_each, strict=True), dims, strict=True)
+        shares = zip(zip(*by_microbatch, strict=True), split.trace.lie, strict=True)
+        of_each.append([_in_order(share, lie, micro_batches) for share, lie in shares])
+    replicas = zip(zip(*of_each, strict=True), split.trace.lie, strict=True)
+    whole = [
+        parts[0] if len(parts) == 1 else torch.cat(parts) if lie is None else joined(parts, *lie)
+        for parts, lie in replicas
     ]
-    return joined[0] if paths == ("0",) else dict(zip(paths, joined, strict=True))
+    return whole[0] if paths == ("0",) else dict(zip(paths, whole, strict=True))
 
 
-def _joined(parts: Sequence[Tensor], dim: int | None) -> Tensor:
+def _joined(parts: Sequence[Tensor], lie: tuple[int, int] | None) -> Tensor:
     whole = [part.detach().cpu() for part in parts]
-    return torch.stack(whole) if dim is None else torch.cat(whole, dim)
+    return torch.stack(whole) if lie is None else joined(whole, *lie)
 
 
-def _in_order(shares: Sequence[Tensor], dim: int | None, micro_batches: int) -> Tensor:
+def _in_order(shares: Sequence[Tensor], lie: tuple[int, int] | None, micro_batches: int) -> Tensor:
     """The tensors of ranks that take turns, in the order of micro-batches."""
     ranks = len(shares)
     if ranks == 1:
         return shares[0]
-    parts = [
-        share.unbind() if dim is None else share.chunk(len(range(own, micro_batches, ranks)), dim)
-        for own, share in enumerate(shares)
-    ]
-    return _joined([parts[k % ranks][k // ranks] for k in range(micro_batches)], dim)
-
-
-def _rows_dim(split: Split, output: object) -> int | None:
-    """The dim that has the rows of a micro-batch, if there is one."""
-    assert isinstance(output, Ref | Input | State)
-    shape = split.graph.spec(output).shape
-    found = (n for n, size in enumerate(shape) if BATCH in getattr(size, "free_symbols", ()))
-    return next(found, None)
+    parts: list[Sequence[Tensor]] = []
+    for own, share in enumerate(shares):
+        count = len(range(own, micro_batches, ranks))
+        parts.append(share.unbind() if lie is None else parted(share, *lie, count))
+    return _joined([parts[k % ranks][k // ranks] for k in range(micro_batches)], lie)
 
 
 def _from(source: int, own: list[Tensor], world: dist.ProcessGroup) -> list[Tensor]:

@@ -257,8 +257,8 @@ class Pipe(Kept):
         Args:
             outputs: whether to return, after the loss, the model's own outputs for the whole batch,
                 on every rank, in host memory: a tensor [rows, ...] in the batch's order, or a dict
-                of such tensors by path (`logits`, `extra.0`). An output without a dim of rows has
-                a first dim of micro-batches instead.
+                of such tensors by path (`logits`, `extra.0`). An output without a dim of rows, or
+                in which they cannot be told apart, has a first dim of micro-batches instead.
 
         Raises:
             ModelError: as `step`.
