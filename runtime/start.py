@@ -196,10 +196,9 @@ def own_part(checked: CheckedPlan, joined: JoinedRank, traced: Trace) -> RankPar
     """
     plan, place, device = checked.plan, joined.place, joined.device
     if plan.mesh.tp > 1:
-        collectives.attach(
-            collectives.TENSOR_PARALLEL,
-            tensor_parallel_axis(plan, place, joined.backend, shared=shares_memory(device)),
-        )
+        shared = shares_memory(device)
+        axis = tensor_parallel_axis(plan, place, joined.backend, device, shared=shared)
+        collectives.attach(collectives.TENSOR_PARALLEL, axis)
     split = split_as_planned(traced, plan, place.tp, checked.sharding)
     return RankPart(plan, place, split, checked.placed, device)
 

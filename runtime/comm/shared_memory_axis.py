@@ -30,6 +30,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Place
 from autopipe.runtime.comm.group_axis import GroupAxis
 from autopipe.runtime.launch.world import TIMEOUT
+from autopipe.sharding.torch_names import group_of
 
 SLOT = 2**20
 """Bytes of a rank's slot; a longer tensor takes several turns."""
@@ -172,19 +173,22 @@ def open_together(group: dist.ProcessGroup, wanted: bool = True) -> mmap.mmap | 
     return memory if all(all_have) else None
 
 
-def tensor_parallel_axis(plan: Plan, place: Place, backend: str, *, shared: bool) -> GroupAxis:
+def tensor_parallel_axis(
+    plan: Plan, place: Place, backend: str, device: torch.device, *, shared: bool
+) -> GroupAxis:
     """This rank's tensor-parallel axis; every rank of the run calls it, at the same point.
 
     Args:
         place: this rank's place in the plan's mesh.
         backend: torch.distributed's backend for the axis's process group.
+        device: where this rank's tensors are.
         shared: whether to use shared memory if all ranks of the axis are on one host.
     """
     mesh, own = plan.mesh, None
     for pp in range(mesh.pp):
         for dp in range(mesh.dp):
             ranks = [mesh.rank(pp, dp, tp) for tp in range(mesh.tp)]
-            group = dist.new_group(ranks, backend=backend)
+            group = group_of(ranks, backend, device)
             if (pp, dp) == (place.pp, place.dp):
                 own = group, {mesh.places[rank].node for rank in ranks}
     assert own is not None, "a rank is in the mesh"

@@ -31,6 +31,7 @@ from autopipe.runtime.parameters.row_shards import RowShards, deal, rows_of_this
 from autopipe.runtime.parameters.zero1 import OptimizerShards
 from autopipe.runtime.parameters.zero2 import GradientShards
 from autopipe.runtime.parameters.zero3 import GatheredStage, ParameterShards, in_shards
+from autopipe.sharding.torch_names import group_of
 from autopipe.stages.bind import Split
 from autopipe.stages.gathering import check_written, units_of
 from autopipe.stages.lower import Lowered, lower
@@ -205,7 +206,7 @@ def _replicas(part: RankPart, backend: str) -> dist.ProcessGroup:
     """The ranks that hold the same stages, and the same part of them; opened on every rank."""
     mesh = part.plan.mesh
     every: dict[tuple[int, int], dist.ProcessGroup] = {
-        (pp, tp): dist.new_group([mesh.rank(pp, dp, tp) for dp in range(mesh.dp)], backend=backend)
+        (pp, tp): group_of([mesh.rank(pp, dp, tp) for dp in range(mesh.dp)], backend, part.device)
         for pp in range(mesh.pp)
         for tp in range(mesh.tp)
     }
@@ -229,7 +230,7 @@ def _groups(
         for name, pps in owners.items()
         for tps in ([range(mesh.tp)] if name in partial else [(tp,) for tp in range(mesh.tp)])
     ]
-    return _open(members, part.place.rank, backend)
+    return _open(members, part, backend)
 
 
 def _owners(split: Split, placed: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -242,13 +243,13 @@ def _owners(split: Split, placed: Sequence[int]) -> dict[str, tuple[int, ...]]:
 
 
 def _open(
-    members: Sequence[tuple[str, tuple[int, ...]]], rank: int, backend: str
+    members: Sequence[tuple[str, tuple[int, ...]]], part: RankPart, backend: str
 ) -> dict[str, dist.ProcessGroup]:
-    """A group for each set of several ranks, on all ranks in one order; those `rank` is in."""
+    """A group for each set of several ranks, on all ranks in one order; those this rank is in."""
     found: dict[str, dist.ProcessGroup] = {}
     for ranks in sorted({ranks for _, ranks in members}):
         if len(ranks) > 1:
-            group = dist.new_group(list(ranks), backend=backend)
-            if rank in ranks:
+            group = group_of(ranks, backend, part.device)
+            if part.place.rank in ranks:
                 found |= {name: group for name, who in members if who == ranks}
     return found

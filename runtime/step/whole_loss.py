@@ -24,6 +24,7 @@ from autopipe.ir.graph import Graph, Input, State, shape_at
 from autopipe.runtime.parameters.part import RankPart
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.microbatches import Microbatches
+from autopipe.sharding.torch_names import group_of
 from autopipe.stages.bind import Split
 from autopipe.stages.lower import Lowered
 from autopipe.stages.precision import arithmetic, computing
@@ -215,7 +216,7 @@ def replicas_of_last_stage(part: RankPart, backend: str) -> dist.ProcessGroup | 
     found = None
     for tp in range(mesh.tp):
         ranks = [mesh.rank(last, dp, tp) for dp in range(mesh.dp)]
-        group = dist.new_group(ranks, backend=backend)
+        group = group_of(ranks, backend, part.device)
         if part.place.rank in ranks:
             found = group
     return found
