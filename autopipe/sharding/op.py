@@ -99,7 +99,10 @@ class Model:
         return I if placement == R and value not in self.carrying else placement
 
     def can_shard(self, value: Value, placement: Placement) -> bool:
-        """Whether each rank gets a part; parts must be equal unless the dim is very long."""
+        """Whether there is such a dim, and each rank gets a part of it; parts must be equal unless
+        the dim is very long."""
+        if placement.dim >= len(self.shape(value)):
+            return False
         size = self.shape(value)[placement.dim]
         if divides(size, placement.segments, self.ranks):
             return True

@@ -44,10 +44,12 @@ def reduce(op: Op) -> Iterator[Strategy]:
 def linear(op: Op) -> Iterator[Strategy]:
     """x [..., k] with w [n, k] gives [..., n]: sharded by columns, by k, or by the rows of x.
 
-    With a vector w [k], too small to be worth it, it is replicated.
+    With a vector w [k], too small to be worth it, it is replicated; with a bias that is not one
+    number a column, too.
     """
-    if len(op.shape(op["weight"])) == 2:
-        yield from _product(op, op["input"], op["weight"], 1, 0, op["bias"])
+    w, bias = op["weight"], op["bias"]
+    if len(op.shape(w)) == 2 and (bias is None or len(op.shape(bias)) == 1):
+        yield from _product(op, op["input"], w, 1, 0, bias)
 
 
 @rule("addmm")
@@ -183,9 +185,14 @@ def normalize(op: Op) -> Iterator[Strategy]:
 
 @rule("scaled_dot_product_attention")
 def attention(op: Op) -> Iterator[Strategy]:
-    """Shards of heads or rows of queries, keys and values; the mask is sharded with them."""
+    """Shards of heads or rows of queries, keys and values; the mask is sharded with them.
+
+    Of queries [b, h, s, d] with keys [h, s, d] a dim's number means two things: they stay whole.
+    """
     query, key, value, mask = op["query"], op["key"], op["value"], op["attn_mask"]
     rank = len(op.made)
+    if any(len(op.shape(x)) != rank for x in (query, key, value)):
+        return
     for placement in of_any(op):
         lie = dict.fromkeys((query, key, value), placement)
         if placement.dim >= rank - 2 or not all(op.model.divides(x, placement) for x in lie):

@@ -18,7 +18,12 @@ rule = entering(SHAPES)
 
 @rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze")
 def view(op: Op) -> Iterator[Strategy]:
-    """A shard is kept if its elements are in one dim of the result."""
+    """A shard is kept if its elements are in one dim of the result.
+
+    Bits that are read as another dtype are no elements: `x.view(torch.int32)`.
+    """
+    if op.node.op == "aten.view.dtype":
+        return
     (x,) = op.inputs
     for placement in op.shards(x):
         target = through_view(
@@ -136,9 +141,12 @@ def select(op: Op) -> Iterator[Strategy]:
 
 @rule("type_as")
 def type_as(op: Op) -> Iterator[Strategy]:
-    """The first tensor keeps its shards; the second one, however sharded, gives its dtype."""
+    """The first tensor keeps its shards; the second one, however sharded, gives its dtype.
+
+    Summands that become integers are no longer summands of x.
+    """
     x, other = op["self"], op["other"]
-    of_x = [op.free(x), *op.shards(x), *([P] if x in op.model.carrying else ())]
+    of_x = [op.free(x), *op.shards(x), *([P] if op.carries and x in op.model.carrying else ())]
     for of_other in (op.free(other), *op.shards(other)):
         yield from (Strategy({other: of_other, x: placement}, placement) for placement in of_x)
 

@@ -198,9 +198,15 @@ def pointwise(op: Op) -> Iterator[Strategy]:
     if op.name in _LINEAR and first in carrying:
         yield Strategy({first: P}, P)
     elif op.name in ("add", "sub") and len(op.inputs) == len(op.node.args):
-        yield Strategy(dict.fromkeys(op.inputs, P), P)
+        if all(_has_summands(op.model.graph.spec(value).dtype) for value in op.inputs):
+            yield Strategy(dict.fromkeys(op.inputs, P), P)
     elif op.name in ("mul", "div") and op.arguments.get("rounding_mode") is None:
         a, b = op.node.args[:2]
         for scaled, by in ((a, b), (b, a))[: 1 if op.name == "div" else 2]:
             if scaled in carrying and scaled != by:
                 yield Strategy({scaled: P}, P)
+
+
+def _has_summands(dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype is a sum of parts of it: integers have no halves."""
+    return dtype.is_floating_point or dtype.is_complex

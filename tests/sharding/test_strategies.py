@@ -169,6 +169,7 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
     "rms_norm": ("rms_norm", lambda x, w: F.rms_norm(x, (8, 12), w), ((8, 12),), {"SRS"}),
     "linear": ("linear", F.linear, ((8, 12), (8,)), {"RSSS", "SSPP", "SRRS", "PRPP"}),
     "linear, a vector": ("linear", F.linear, ((12,),), set()),
+    "linear, one bias of all": ("linear", F.linear, ((8, 12), ()), set()),
     "matmul": ("matmul", torch.matmul, ((12, 8),), {"RSS", "SSP", "SRS", "PRP"}),
     "matmul 2d 3d": ("matmul", lambda x, w: w @ x[:, 0], ((4, 8),), {"SSP", "SRS", "RSS"}),
     "matmul 2d 4d": ("matmul", lambda x, w: w @ x, ((4, 8),), {"SSP", "SRS", "RSS"}),
@@ -211,6 +212,12 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
         ((4, 8, 8),),
         {"SSSSS"},
     ),
+    "keys of all rows": (
+        "scaled_dot_product_attention",
+        lambda x: F.scaled_dot_product_attention(x, x[0].exp(), x[0].sin()),
+        (),
+        set(),
+    ),
     "embedding": ("embedding", looked_up, ((64, 8),), {"SIP", "SIS", "RSS"}),
     "uneven vocabulary": ("embedding", looked_up, ((67, 8),), {"SIP", "SIS", "RSS"}),
     "embedding by frequency": ("embedding", looked_up_by_frequency, ((4, 8),), {"SIS"}),
@@ -238,6 +245,12 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
         lambda x, w: (x > 0).type_as(w) * x,
         ((12,),),
         {"SRS", "SSS"},
+    ),
+    "like an integer": (
+        "type_as",
+        lambda x, w: x[..., :8] * F.linear(x, w).type_as(torch.tensor([2])),
+        ((8, 12),),
+        {"SIS"},
     ),
     "where": ("where", lambda x, w: torch.where(x > 0, x, w), ((12,),), {"SSSS", "SSRS"}),
 }
@@ -319,6 +332,37 @@ def test_what_is_written_in_place_lies_one_way_alone() -> None:
     for node in touching:
         (only,) = strategies(model, node, lambda value: ())
         assert only.output == I and set(only.inputs.values()) == {I}, node.name
+
+
+def test_integers_are_no_partial_sums() -> None:
+    """Bug: half of 3 is 1.5, so what two ranks added was of fp32, where the graph says int64."""
+    model = Computes(lambda x, w: F.linear(x, w) + torch.arange(8), (8, 12))
+    graph = trace_model(model, lambda rows: (noise(rows, 4, 8, 12),)).graph
+    (add,) = (node for node in graph.nodes if node.op == "aten.add.Tensor")
+    assert all(
+        P not in strategy.inputs.values()
+        for strategy in strategies(Model(analyse(graph), 2), add, lambda value: ())
+    )
+
+
+class KeepsTheUpperBits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.up(x)
+        return made * (made.detach().view(torch.int32) & -256).view(torch.float32)
+
+
+def test_bits_read_as_another_dtype_stay_whole() -> None:
+    """Bug: a part was viewed by its shape, where a dtype stood: `x.view(torch.int32)`."""
+    graph = trace_model(KeepsTheUpperBits(), lambda rows: (noise(rows, 12),), squares).graph
+    read = [node for node in graph.nodes if node.op == "aten.view.dtype"]
+    assert len(read) == 2
+    for node in read:
+        for strategy in strategies(Model(analyse(graph), 2), node, lambda value: (S(1),)):
+            assert not strategy.output.sharded
 
 
 class Clamp(torch.autograd.Function):
