@@ -45,7 +45,8 @@ has what it gathers (`gathered_bytes`) in the place of L.
     sum over its units u of  w_u + n * a_u
 
     w_u     states that u is the first unit to use, with their gradients and optimizer state
-    a_u     what u is the first unit to save, unless a block saves it that may be recomputed
+    a_u     what u is the first unit to save, unless a block saves it that may be recomputed or
+            offloaded
 """
 
 from __future__ import annotations
@@ -238,10 +239,12 @@ def _states(problem: Problem, dp: int, zero: int) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=64)
 def _saved_anyway(problem: Problem, rows: int, may_drop: bool) -> NDArray[np.float64]:
-    """Bytes of a micro-batch that units before each unit save, whatever is recomputed: shape
-    (units + 1,)."""
-    asked = problem.constraints.recompute
-    fixed = None if asked is None else {again.block for again in asked}
+    """Bytes of a micro-batch that units before each unit save, whatever is recomputed or offloaded:
+    shape (units + 1,)."""
+    asked = problem.constraints
+    fixed = None
+    if asked.recompute is not None:
+        fixed = {*(again.block for again in asked.recompute), *(asked.offload or ())}
     profile = problem.profile(rows)
     sizes = np.zeros(problem.units + 1)
     handed: Counter[tuple[int, int]] = Counter()

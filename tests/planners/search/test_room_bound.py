@@ -8,7 +8,15 @@ import pytest
 
 from autopipe.errors import InfeasibleError
 from autopipe.planners.model.estimate import estimate
-from autopipe.planners.model.problem import Config, Constraints, Crossing, Problem, Saved
+from autopipe.planners.model.problem import (
+    Again,
+    Config,
+    Constraints,
+    Crossing,
+    Decision,
+    Problem,
+    Saved,
+)
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.dynamic import choose
 from autopipe.planners.search.room_bound import RuledOut, left_over, ruled_out
@@ -50,6 +58,25 @@ def test_a_tensor_from_an_earlier_unit_is_kept_or_received() -> None:
     problem = replace(problem, profiles=(handed,))
     assert left_over(problem, Config(2, 1, 4, 0, "1f1b")) == 1
     assert left_over(replace(problem, profiles=(profile,)), Config(2, 1, 4, 0, "1f1b")) == 0
+
+
+@pytest.mark.parametrize("again", [(), (Again(0),)], ids=["none again", "one again"])
+def test_what_is_asked_to_offload_takes_no_room(again: tuple[Again, ...]) -> None:
+    """Bug: with --recompute none --offload all, what blocks keep on the host counted here too, and
+    a plan that fits was refused. Six blocks keep 1000 bytes each, and two are on their way."""
+    away = tuple(range(len(again), 6))
+    asked = Constraints(pp=1, schedule="1f1b", recompute=again, offload=away)
+    problem = line((1.0,) * 6, devices=1, memory=10**6, saved=0, constraints=asked)
+    (profile,) = problem.profiles
+    kept = tuple(Saved(1000, unit, (unit,), block=unit) for unit in range(6))
+    profile = replace(profile, saved=kept, recompute=(((1.0,),),) * 6)
+    blocks = tuple((unit, unit + 1) for unit in range(6))
+    problem = replace(problem, profiles=(profile,), recomputable=blocks, offloads=True)
+    config = Config(1, 1, 4, 0, "1f1b")
+    decision = Decision(config, (), (again,), (), (away,))
+    held = estimate(problem, decision).stages[0].memory.peak
+    full = replace(problem, machine=replace(problem.machine, memory=(held,)))
+    assert estimate(full, decision).fits and not ruled_out(full, config)
 
 
 @pytest.mark.sweep(of=2)
