@@ -187,11 +187,11 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
     shapes = [spec.shape for spec in operands]
     match op:
         case "linear" | "columns" if len(shapes[1]) > 1:
-            k = shapes[0][-1]
-            return _elements(operands[0]) / k, k, made.shape[-1]
+            *rows, k = shapes[0]
+            return sympy.sympify(sympy.prod(rows)), k, made.shape[-1]
         case "vocabulary_loss":
-            k = shapes[0][-1]
-            return _elements(operands[0]) / k, k, shapes[1][0]
+            *rows, k = shapes[0]
+            return sympy.sympify(sympy.prod(rows)), k, shapes[1][0]
         case "mm" | "bmm" | "matmul" if len(shapes[0]) > 1 and len(shapes[1]) > 1:
             return shapes[0][-2], shapes[0][-1], shapes[1][-1]
         case _ if op in GROUPED and len(shapes[1]) == 3:

@@ -118,6 +118,16 @@ def test_a_linear_layer_by_a_vector_is_a_dot_product_for_each_row():
     assert counted(trace_model(model, model.inputs).graph)[0] == 2 * 3 * 7 * 4
 
 
+def test_a_linear_layer_of_no_inputs_adds_its_bias():
+    """Bug: [b, 0] has 0 / 0 rows: seconds were nan, and so were those of every plan. A model has
+    such a layer where a data set has none of its optional features."""
+    model = One(F.linear, [(8, 0)], (0,))
+    formula = the(trace_model(model, model.inputs).graph, "linear")
+    assert formula.dims == (BATCH, 0, 8)
+    device = replace(DEVICE, half=64.0)
+    assert seconds([formula], 10, device)[0] == pytest.approx([4 * 80 / 1e8 + 1e-3])
+
+
 def test_a_convolution_in_groups_costs_backward_twice_its_forward():
     """torch's counter forgets the groups for the weight's gradient and says three times."""
     model = One(lambda x, w: F.conv2d(x, w, groups=2), [(6, 2, 3, 3)], (4, 9, 9))
