@@ -1,14 +1,17 @@
 """Read the sizes in a plan: integers, or expressions in b (rows of a micro-batch) and s (tokens).
 
-    7, "b", "12*b"          most sizes; read here
-    "b + 1", "b*s", ...     read by sympy, whose import takes half a second: a command that only
-                            shows a plan avoids it
+    7, "b", "12*b"          most sizes; a pattern reads them
+    "b + 1", "b*s", ...     made of sympy's numbers, whose import takes half a second: a command
+                            that only shows a plan avoids it
 
-s is the number of tokens of a row (`tracing.symbolic_sequence`).
+s is the number of tokens of a row (`tracing.symbolic_sequence`). Plans come from other people too:
+of a text only arithmetic is read, and no part of it is executed, as `sympy.sympify` would.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -42,16 +45,55 @@ def parse(entry: Entry) -> int | sympy.Expr:
     """
     if isinstance(entry, int):
         return entry
+    try:
+        return _computed(ast.parse(entry.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        raise _refusal(entry) from error
+
+
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+_FUNCTIONS = ("floor", "ceiling", "Mod", "Max", "Min", "Abs")
+"""Functions of sympy's that a size may call."""
+
+_HIGHEST = 64
+"""The highest power in a size: 9**9**9 would not be computed in a lifetime."""
+
+
+def _computed(node: ast.expr) -> sympy.Expr:
+    """The value of a parsed expression, of sympy's numbers.
+
+    Raises:
+        ValueError, TypeError, ArithmeticError: it is no arithmetic, or has no value.
+    """
     import sympy
 
-    known = {symbol.name: symbol for symbol in symbols()}
-    try:
-        found = sympy.sympify(entry, locals=known)
-    except (sympy.SympifyError, TypeError, AttributeError) as error:
-        raise _refusal(entry) from error
-    if not isinstance(found, sympy.Expr) or not found.free_symbols <= set(symbols()):
-        raise _refusal(entry)
-    return found
+    match node:
+        case ast.Constant(value=bool()):
+            pass
+        case ast.Constant(value=int() | float() as number):
+            return sympy.sympify(number)
+        case ast.Name(id="b" | "s" as name):
+            return next(symbol for symbol in symbols() if symbol.name == name)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_computed(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            first, second = _computed(left), _computed(right)
+            if not isinstance(op, ast.Pow) or (second.is_Integer and abs(second) <= _HIGHEST):
+                return _OPERATORS[type(op)](first, second)
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            return getattr(sympy, name)(*map(_computed, arguments))
+    raise ValueError(f"{type(node).__name__} is no arithmetic")
 
 
 def in_terms_of_sympy(size: sympy.Expr) -> sympy.Expr:

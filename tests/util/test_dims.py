@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import sympy
 import torch
 
 from autopipe.errors import PlanError
@@ -24,7 +27,41 @@ def test_a_size_at_seven_rows(entry: int | str, size: int) -> None:
     assert dims.size_at(entry, 7) == size
 
 
-@pytest.mark.parametrize("entry", ["rows", "2*", "", "b/2", "b*s", "b, 2", "None"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        # as sympy writes what a graph has: an expression is read as it was written
+        BATCH * SEQUENCE / 2 - 1,
+        (BATCH + 1) ** 2 / BATCH,
+        sympy.floor((BATCH - 3) / 2) + sympy.ceiling(BATCH / 3),
+        sympy.Mod(BATCH, 8) * sympy.Max(BATCH, 4) - sympy.Min(3, BATCH),
+        -sympy.Abs(BATCH - SEQUENCE) + 0.5 * BATCH,
+    ],
+    ids=str,
+)
+def test_an_expression_comes_back_as_it_was_written(entry: sympy.Expr) -> None:
+    assert dims.parse(str(entry)) == entry
+
+
+def test_a_size_executes_nothing(tmp_path: Path) -> None:
+    """Plans are passed on: to look at one (`autopipe explain`) must be safe, whoever wrote it."""
+    made = tmp_path / "made"
+    for text in (
+        f"__import__('pathlib').Path({str(made)!r}).touch() or b",
+        f"open({str(made)!r}, 'w') and b",
+        "b.__class__",
+        "[b for b in (1, 2)][0]",
+        "lambda: b",
+    ):
+        with pytest.raises(PlanError, match="is no expression in b"):
+            dims.parse(text)
+    assert not made.exists()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["rows", "2*", "", "b/2", "b*s", "b, 2", "None", "True", "9**9**9", "Mod(b, 0)", "-" * 5000],
+)
 def test_what_is_no_size_is_refused(entry: str) -> None:
     with pytest.raises(PlanError, match="is no expression in b, the rows of a micro-batch"):
         dims.size_at(entry, 7)
