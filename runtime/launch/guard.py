@@ -20,7 +20,8 @@ A rank in a long C++ call, a compilation or an import counts as alive: ranks owe
 Sidecars do, and a rank counts as frozen only if its process is stopped (SIGSTOP).
 
 A sidecar is in its rank's process group, so a launcher that kills the group ends the sidecar too. A
-sidecar that gets SIGTERM notes that the launcher has ended the rank.
+sidecar that gets SIGTERM notes that the launcher has ended the rank. It ignores SIGUSR1 and
+SIGUSR2, which are for ranks: Slurm sends them to the whole group (`launch.asked`).
 
 This module imports neither torch nor the rest of autopipe, so a sidecar starts in 30 ms and takes
 12 MB.
@@ -113,6 +114,8 @@ class Guard:
     def __post_init__(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._note)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
         self.loop.watch(self.process, self._see_the_end)
         self.loop.watch(self.control.socket, self._read_control)
         self.loop.watch(self.hub.socket, self._read_hub)

@@ -195,6 +195,14 @@ def test_a_launcher_that_ends_the_run(tmp_path: Path) -> None:
     assert start(tmp_path, [told] * 3) == Ended([-15] * 3, "")
 
 
+def test_a_signal_to_save_is_for_ranks_alone(tmp_path: Path) -> None:
+    """Slurm sends USR1 to all processes of a rank's group. The sidecar watches on, while the rank
+    ends its step and saves, which may take minutes."""
+    saves = "import signal; signal.signal(signal.SIGUSR1, lambda *_: None); "
+    saves += "os.killpg(0, signal.SIGUSR1); time.sleep(3)"
+    assert start(tmp_path, ["time.sleep(3)", saves, "time.sleep(3)"]) == Ended([0] * 3, "")
+
+
 def test_a_rank_that_is_stopped(after: Callable[[str], Ended]) -> None:
     ended = after("stopped")
     assert ended.errors == [f"error: rank 1 (stage 1) froze {AT}: stopped for 5 s (SIGSTOP)"]
