@@ -228,6 +228,15 @@ def test_srun_trains_as_torchrun_does(planned: Path) -> None:
     assert srun.out.splitlines()[-1] == torchrun.out.splitlines()[-1]
 
 
+def test_local_in_a_shell_that_srun_has_started(planned: Path) -> None:
+    """`srun --pty bash` starts one process, the shell, and what is called there inherits its rank.
+
+    Bug: the run was refused, as one process where the plan is for 2, with `--local 2` as the hint.
+    """
+    shell = srun_environment(0, 1, free_port())
+    check_run(rank(*RUN, "--local", "2", folder=planned, environ=shell)(), stages=1)
+
+
 @pytest.mark.long
 def test_a_slow_device_that_comes_first_holds_a_later_stage(planned: Path) -> None:
     """A plan may deal devices out in another order than the launcher, which counts node by node."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,22 @@ if TYPE_CHECKING:
     from autopipe.planfile.contents import Plan
     from autopipe.runtime.launch.pods import Pod
     from autopipe.runtime.launch.world import World
+
+
+def world_here(local: int | None) -> World | None:
+    """This process among those of a launcher; None: no launcher has started it.
+
+    One that a launcher has started alone, as the shell of `srun --pty bash`, is as if none had
+    where `--local` asks for several: it starts them, and each of them is one of several.
+
+    Args:
+        local: the number of `--local`.
+    """
+    from autopipe.runtime.launch.world import world_from
+
+    world = world_from(os.environ)
+    alone = world is not None and world.size == 1 < (local or 1)
+    return None if alone else world
 
 
 def start_local(processes: int, forwarded: Sequence[Signals], log_dir: Path | None) -> int:

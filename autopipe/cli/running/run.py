@@ -35,10 +35,9 @@ def run(
     """
     from autopipe.planfile.contents import Plan
     from autopipe.runtime.launch import asked, pods, voice
-    from autopipe.runtime.launch.world import world_from
 
     pod = None if start.local is not None else pods.pod_from(os.environ)
-    world = None if pod is not None else world_from(os.environ)
+    world = None if pod is not None else ranks.world_here(start.local)
     leads = world is None or world.rank == 0
     keeps = checkpoints.folder is not None or not leads
     with telling_what_is_lost(keeps=keeps), voice.one_voice(world, debug=console.debug()):
