@@ -9,7 +9,7 @@ import typer
 
 from autopipe.terminal.commands import PlanArgument, command
 from autopipe.terminal.console import say
-from autopipe.terminal.paths import as_asked, model_source, relative
+from autopipe.terminal.paths import as_asked, check_folder, model_source, relative
 from autopipe.util.gc_pause import loading
 
 
@@ -26,6 +26,7 @@ def emit(
         from autopipe.frontend import model_file
         from autopipe.planfile.contents import Plan
 
+    check_folder(output)
     loaded = Plan.load(plan)
     source = model or model_source(loaded, plan, "emit")
     there = relative(source, output.resolve())

@@ -18,8 +18,10 @@ from typing import Any
 from torch import nn
 
 from autopipe.batch.cut import example_to_trace
+from autopipe.emit.pretty_print import text
 from autopipe.emit.stage_code import Surroundings, stage_code
 from autopipe.errors import PlanError
+from autopipe.frontend import hf_folder
 from autopipe.frontend.loss import Loss
 from autopipe.ir.opaque_ops import COND_OP
 from autopipe.ir.torch_private import fake_mode
@@ -86,8 +88,8 @@ def emit(
         "train.py": train_text(plan),
     }
     with atomic_file.folder(folder) as beside:
-        for name, text in contents.items():
-            atomic_file.write(text, beside / name)
+        for name, content in contents.items():
+            atomic_file.write(content, beside / name)
 
 
 def stages(
@@ -117,8 +119,8 @@ def stages(
     for part in range(plan.mesh.tp):
         with collectives.bind(collectives.TENSOR_PARALLEL, Planned(plan.mesh.tp, part)):
             split = split_as_planned(traced, plan, part)
-            for index, text in _of_part(split, plan, skeleton).items():
-                found[stage_file(plan, index, part)] = text
+            for index, code in _of_part(split, plan, skeleton).items():
+                found[stage_file(plan, index, part)] = code
     return found
 
 
@@ -194,10 +196,17 @@ micro-batches.
 def train_text(plan: Plan) -> str:
     """The text of train.py, which runs the folder."""
     assert plan.source is not None
-    colon = ":" in plan.source
-    where = repr(plan.source).replace("'", '"')
-    source = where if colon else f"str(FOLDER / {where})"
-    return TRAIN.replace("PROCESSES", str(len(plan.mesh.places))).replace("SOURCE", source)
+    return TRAIN.replace("PROCESSES", str(len(plan.mesh.places))).replace(
+        "SOURCE", _from_folder(plan.source)
+    )
+
+
+def _from_folder(source: str) -> str:
+    """The code in train.py for a model's source, whose path begins at train.py's folder."""
+    path = source.removeprefix(hf_folder.SCHEME)
+    if path != source:
+        return f'"{hf_folder.SCHEME}" + str(FOLDER / {text(path)})'
+    return text(source) if ":" in source else f"str(FOLDER / {text(source)})"
 
 
 TRAIN = '''\
@@ -237,13 +246,14 @@ def main(
         check_model(save)
     plan = autopipe.Plan.load(FOLDER / "plan.json")
     file = load(SOURCE)
+    build, first = file.start() if weights is None else (file.model, weights)
     # This rank's stages from stage_*.py, and its program from programs.txt.
     pipe = autopipe.parallelize(
-        file.model,
+        build,
         plan,
         inputs=file.example_for(plan),
         loss=file.loss,
-        weights=weights,
+        weights=first,
         seed=seed,
         offload=offload,
         emitted=FOLDER,

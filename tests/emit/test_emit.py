@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from torch.nn import functional as F
 
 import autopipe
 from autopipe import AutopipeError, PlanError
-from autopipe.emit.emit import stages
+from autopipe.emit.emit import stages, train_text
 from tests.support import inprocess, zoo
 from tests.support.emitted_cases import Case, case, equal
 from tests.support.long import chosen
+from tests.support.plans import example_plan
 
 RUFF = (sys.executable, "-m", "ruff")
 
@@ -206,6 +208,33 @@ def test_a_module_called_again_with_other_random_numbers() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("source", "loaded"),
+    [
+        ("../net.py", "/plans/out/../net.py"),
+        ("../Ann's/net.py", "/plans/out/../Ann's/net.py"),
+        ('../5" disk/net.py', '/plans/out/../5" disk/net.py'),
+        ("hf:../gpt2", "hf:/plans/out/../gpt2"),
+        ("nets.small:make", "nets.small:make"),
+    ],
+)
+def test_where_train_py_finds_the_model(source: str, loaded: str) -> None:
+    """Beside its own folder, wherever it is called.
+
+    Bugs: a quotation mark in the path was a syntax error, and a folder of transformers was looked
+    for where torchrun stood.
+    """
+    text = train_text(replace(example_plan(), source=source))
+    call = next(
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "load"
+    )
+    place = {"FOLDER": Path("/plans/out")}
+    assert eval(ast.unparse(call.args[0]), place) == loaded
+    assert "file.start()" in text  # with the folder's weights: `test_emitted_runs` runs it
+
+
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     folder, made = tmp_path / "out", case("gpt", 2)
     folder.mkdir()

@@ -83,6 +83,30 @@ def test_torchrun_does_what_run_does(
     assert again.out.splitlines()[-1] == run.out.splitlines()[-1]
 
 
+@pytest.mark.long  # `test_emit` reads train.py
+def test_a_folder_with_weights_is_trained_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: train.py began with random numbers, without a word, where `autopipe run` fine-tunes."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+    )  # fmt: skip
+    net = transformers.GPT2LMHeadModel(config)
+    for parameter in net.parameters():
+        parameter.data.mul_(4)  # which no initialiser makes
+    net.save_pretrained(tmp_path / "gpt2")
+    shell = Shell(tmp_path, monkeypatch, capsys)
+    (tmp_path / "files").mkdir()
+    assert shell("plan", "hf:gpt2", "--cluster", "cpu:1", "--batch", "4").code == 0
+    assert shell("emit", "plan.json", "-o", "files/out").code == 0
+    run = ranks(1, "-m", "autopipe", "run", "plan.json", "--steps", "2", folder=tmp_path)
+    again = ranks(1, "files/out/train.py", "--steps", "2", folder=tmp_path)
+    assert again.code == 0, again.err
+    assert again.out.splitlines()[-1] == run.out.splitlines()[-1]
+
+
 def test_a_mistake_is_told_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +116,8 @@ def test_a_mistake_is_told_in_a_sentence(
     assert shell("emit", "plan.json", "-o", "out").code == 0
     missing = shell("emit", "plan.json", "-o", "other", "--model", "x.py")
     assert missing.error.startswith("there is no model file 'x.py'")
+    nowhere = shell("emit", "plan.json", "-o", "gone/out", "--model", "x.py")  # before long work
+    assert nowhere.error.startswith("gone/out cannot be written: there is no folder ")
     programs_ = tmp_path / "out" / "programs.txt"
     programs_.write_text(programs_.read_text().replace(" 0STEP", ""))
     said = ranks(1, "out/train.py", "--steps", "1", folder=tmp_path)
