@@ -17,10 +17,12 @@ import re
 import shlex
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 from autopipe.errors import LaunchError
 from autopipe.runtime.launch.address import check_interfaces, listening, resolve, towards
@@ -28,6 +30,7 @@ from autopipe.runtime.launch.attempt import of_this_attempt
 from autopipe.runtime.launch.spawn import cores
 from autopipe.runtime.launch.spawn import spawn as spawn
 from autopipe.runtime.launch.watchdog import LOCAL, Store, Watchdog, watch
+from autopipe.util.numbers import count
 
 TIMEOUT = 300.0
 """Seconds that a process waits for another one, at the start or in a transfer, before it gives up.
@@ -186,25 +189,33 @@ def _scontrol(*arguments: str) -> str:
         ) from error
 
 
-def check_world(world: World, expected: int, plan: str = "plan.json") -> None:
+def check_world(world: World, expected: int, plan: str | None = None) -> None:
     """Refuse a run that has another number of processes than the plan.
 
     Args:
         expected: the plan's number of processes.
-        plan: the plan's file, for the commands in the error's hint.
+        plan: the file that `autopipe run` is to run; None: a script calls `parallelize`. The hint
+            has the commands that start the one or the other.
 
     Raises:
         LaunchError: `world.size` is not `expected`.
     """
     if world.size != expected:
-        file = shlex.quote(plan)
         raise LaunchError(
-            f"the plan is for {expected} processes, found {world.size} "
+            f"the plan is for {count(expected, 'process', 'processes')}, found {world.size} "
             f"(this is rank {world.rank}, on node {world.node})",
-            hint=f"torchrun --nproc-per-node {expected} -m autopipe run {file}\n"
-            f"  or: autopipe run {file} --local {expected}\n"
-            f"  or: srun -n {expected} autopipe run {file}",
+            hint=_starts(expected, plan),
         )
+
+
+def _starts(processes: int, plan: str | None) -> str:
+    """The commands that start so many processes of what this process is one of."""
+    torchrun, srun = f"torchrun --nproc-per-node {processes}", f"  or: srun -n {processes}"
+    if plan is None:
+        script = shlex.quote(Path(sys.argv[0]).name)
+        return f"{torchrun} {script}\n{srun} python {script}"
+    run = f"autopipe run {shlex.quote(plan)}"
+    return f"{torchrun} -m {run}\n  or: {run} --local {processes}\n{srun} {run}"
 
 
 @contextmanager

@@ -187,12 +187,24 @@ def test_no_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_as_many_processes_as_the_plan_has() -> None:
     check_world(World(0, 4, 0, 4, 0, "", 0), 4)
     with pytest.raises(LaunchError) as error:
-        check_world(World(1, 2, 1, 2, 0, "", 0), 4)
+        check_world(World(1, 2, 1, 2, 0, "", 0), 4, "plan.json")
     assert str(error.value) == (
         "the plan is for 4 processes, found 2 (this is rank 1, on node 0)\n"
         "hint: torchrun --nproc-per-node 4 -m autopipe run plan.json\n"
         "  or: autopipe run plan.json --local 4\n"
         "  or: srun -n 4 autopipe run plan.json"
+    )
+
+
+def test_a_script_is_told_how_to_start_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`autopipe run plan.json` would train by the model file, not by the script's loop."""
+    monkeypatch.setattr("sys.argv", ["out/train.py", "--steps", "3"])
+    with pytest.raises(LaunchError) as error:
+        check_world(World(0, 2, 0, 2, 0, "", 0), 1)
+    assert str(error.value) == (
+        "the plan is for 1 process, found 2 (this is rank 0, on node 0)\n"
+        "hint: torchrun --nproc-per-node 1 train.py\n"
+        "  or: srun -n 1 python train.py"
     )
 
 
