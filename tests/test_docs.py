@@ -100,7 +100,9 @@ def test_the_readme_trains(started: Callable[[Path], list[Said]], tmp_path: Path
     (code,) = fenced((ROOT / "README.md").read_text(), "python")
     written = "    open(f'loss{distributed.get_rank()}', 'w').write(str(float(mean)))\n"
     (tmp_path / "train.py").write_text(code + written)
-    for said in started(tmp_path):
+    planned, *ranks = started(tmp_path)
+    for said in (planned, *ranks):
         assert said.code == 0, said.err
+    assert "".join(said.out for said in ranks).count("step 9: loss ") == 1
     first, second = (float((tmp_path / f"loss{rank}").read_text()) for rank in (0, 1))
     assert first == second < 1.1
