@@ -29,6 +29,7 @@ from autopipe.errors import ModelError
 from autopipe.frontend import hf_folder, user_lines
 from autopipe.frontend.construct import off_gpus
 from autopipe.onnx_files import source as onnx_source
+from autopipe.onnx_files.module import OnnxModule
 
 OF_FILES = "autopipe_model_"
 """What a model file's name among the loaded modules begins with, before its own."""
@@ -73,6 +74,12 @@ def imported(source: str) -> tuple[Any, str]:
     name, colon, factory = source.partition(":")
     with as_program(source):
         return _by_name(name) if colon else _by_path(Path(source)), factory or "model"
+
+
+def facts_of(model: nn.Module) -> list[str]:
+    """What is worth telling of the files that a model is made from, a sentence each."""
+    read = [part for part in model.modules() if isinstance(part, OnnxModule)]
+    return [fact for part in read for fact in part.facts()]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ A name as `layers.0.mlp.weight` makes submodules, as in the model that the file 
 from __future__ import annotations
 
 import inspect
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,8 @@ from autopipe.onnx_files.control import InnerGraph, control
 from autopipe.onnx_files.elementwise import DTYPES
 from autopipe.onnx_files.entries import FileInput, entries_of, inputs_of, python_names
 from autopipe.onnx_files.ops import function_of, is_default
-from autopipe.onnx_files.ties import Matrices
-from autopipe.onnx_files.trained import read_names, trained_names
+from autopipe.onnx_files.ties import Matrices, apart, origins
+from autopipe.onnx_files.trained import few, is_mask, mixed, read_names, told, trained_names
 from autopipe.onnx_files.values import (
     MOST_SIZES,
     Function,
@@ -104,9 +104,43 @@ class OnnxModule(nn.Module):
         known = [value.type.tensor_type for value in graph.output]
         said = len(known) == 1 and known[0].HasField("shape")
         self.dims = len(known[0].shape.dim) if said else None
-        self._matrices = Matrices()
+        self._told, self._mixed = told(graph), tuple(mixed(graph))
+        self._matrices, (self._new, self._lost) = Matrices(origins(graph)), apart(graph)
         self._read_names = read_names(graph)
         self._steps = self._read(graph, version, path)
+        reads = Counter(name for node in graph.node for name in node.input)
+        several = [path for name, path in self._paths.items() if reads[name] > 1]
+        self._shared = dict.fromkeys((*several, *(path for path, _ in self._tied.values())))
+
+    def facts(self) -> list[str]:
+        """What training changes of the file, and what it does not: a sentence each."""
+        every = {name: x for name, x in self.named_parameters() if x.requires_grad}
+        frozen = [name for name, x in self.state_dict().items() if x.is_floating_point()]
+        frozen = [name for name in frozen if name not in every]
+        numbers = sum(x.numel() for x in every.values())
+        fixed = f"; not {few(frozen)}" if frozen else ""
+        found = [
+            f"training changes {len(every)} tensors, {numbers:,} numbers: {few([*every])}{fixed}"
+        ]
+        if not self._told:
+            found.append(
+                "the file does not say which of them were buffers; in a model file, model() may "
+                "freeze these (requires_grad_(False))"
+            )
+        if self._new:
+            found.append(
+                f"{few(self._new)}: parameters of their own again, which the exporter had merged "
+                "with equal ones, or left out as zeros"
+            )
+        if shared := [name for name in self._shared if name in every]:
+            doubt = "" if self._told else "; equal weights of an untrained model look so, too"
+            found.append(f"several nodes read one weight, trained as one: {few(shared)}{doubt}")
+        if self._lost:
+            found.append(
+                f"the exported model named parameters that the file has not: {few(self._lost)}; "
+                "the exporter has computed with them, or they are other names of shared ones"
+            )
+        return [f"{self._file}: {fact}" for fact in (*found, *self._mixed)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(self.forward).bind(*args, **kwargs).arguments
@@ -140,12 +174,13 @@ class OnnxModule(nn.Module):
         trained = trained_names(graph)
         for tensor in graph.initializer:
             name, array = tensor.name, _array(tensor, path)
-            if name in trained and (tie := self._matrices.tie(array)):
+            is_trained = name in trained and not is_mask(array)
+            if is_trained and (tie := self._matrices.tie(name, array)):
                 self._tied[name] = tie
                 continue
-            self._keep(name, array, trained=name in trained)
-            if name in trained:
-                self._matrices.add(self._paths[name], array)
+            self._keep(name, array, trained=is_trained)
+            if is_trained:
+                self._matrices.add(name, self._paths[name], array)
         steps = (self._step(node, version, path) for node in graph.node)
         return tuple(step for step in steps if step is not None)
 

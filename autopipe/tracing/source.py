@@ -19,6 +19,7 @@ from autopipe.errors import ModelError
 from autopipe.frontend.construct import Factory, build_fake, fake_copy
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.quiet import libraries_hushed
+from autopipe.frontend.user_module import facts_of
 from autopipe.ir import torch_private
 from autopipe.opaque.scripted import plain
 from autopipe.planfile.contents import Plan
@@ -52,11 +53,15 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
     built = plain(built)
     _check_tensors(built)
     _check_tied(built)
-    if say is not None and not built.training:
-        say(
-            "the model is given in evaluation mode (.eval()); steps run it as after .train(), with "
-            "dropout and with batch norm by the batch (parts of a model in training stay as given)"
-        )
+    if say is not None:
+        for fact in facts_of(built):
+            say(fact)
+        if not built.training:
+            say(
+                "the model is given in evaluation mode (.eval()); steps run it as after .train(), "
+                "with dropout and with batch norm by the batch (parts of a model in training stay "
+                "as given)"
+            )
     return built
 
 
