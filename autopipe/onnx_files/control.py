@@ -9,7 +9,8 @@ A branch by the values of tensors, or a loop that they end, is refused: it fits 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +32,14 @@ class InnerGraph:
 
     takes: tuple[str, ...]
     gives: tuple[str, ...]
-    run: Callable[[Mapping[str, Value]], list[Value]]
+    run: Callable[[MutableMapping[str, Value]], list[Value]]
 
 
 def control(
     node: NodeOf,
     bodies: Mapping[str, InnerGraph],
     inputs: Sequence[Value],
-    values: Mapping[str, Value],
+    values: MutableMapping[str, Value],
 ) -> tuple[Value, ...]:
     """The results of a node with graphs in it.
 
@@ -69,14 +70,14 @@ def _holds(node: NodeOf, value: Value) -> bool:
 
 
 def _loop(
-    node: NodeOf, body: InnerGraph, inputs: Sequence[Value], values: Mapping[str, Value]
+    node: NodeOf, body: InnerGraph, inputs: Sequence[Value], values: MutableMapping[str, Value]
 ) -> tuple[Value, ...]:
     most = None if inputs[0] is None else int(ints(node, inputs[0])[0])
     goes_on = len(inputs) < 2 or inputs[1] is None or _holds(node, inputs[1])
     kept, gathered, count = [*inputs[2:]], list[list[Value]](), 0
     while goes_on and (most is None or count < most):
         given = [np.array(count, dtype=object), np.array(True, dtype=object), *kept]
-        condition, *made = body.run({**values, **dict(zip(body.takes, given, strict=True))})
+        condition, *made = body.run(ChainMap(dict(zip(body.takes, given, strict=True)), values))
         kept, count = made[: len(kept)], count + 1
         gathered.append(made[len(kept) :])
         goes_on = _holds(node, condition)
@@ -84,7 +85,7 @@ def _loop(
 
 
 def _scan(
-    node: NodeOf, body: InnerGraph, inputs: Sequence[Value], values: Mapping[str, Value]
+    node: NodeOf, body: InnerGraph, inputs: Sequence[Value], values: MutableMapping[str, Value]
 ) -> tuple[Value, ...]:
     if node.version < 9:
         raise node.refuse("before op set 9 it ran row by row, up to a length of each row")
@@ -99,7 +100,7 @@ def _scan(
     ]
     gathered: list[list[Value]] = []
     for entries in zip(*parts, strict=True):
-        made = body.run({**values, **dict(zip(body.takes, (*kept, *entries), strict=True))})
+        made = body.run(ChainMap(dict(zip(body.takes, (*kept, *entries), strict=True)), values))
         kept = made[: len(kept)]
         gathered.append(made[len(kept) :])
     stacked = _stacked(

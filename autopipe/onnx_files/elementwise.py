@@ -1,4 +1,4 @@
-"""Ops on each entry, and reductions (onnx.ai/onnx/operators)."""
+"""Ops on each entry, reductions and sums up to each entry (onnx.ai/onnx/operators)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopipe.onnx_files.values import Function, NodeOf, Value, as_tensor, axes_of, is_sizes
+from autopipe.onnx_files.values import Function, NodeOf, Value, as_tensor, axes_of, ints, is_sizes
 
 DTYPES = {
     **{1: torch.float32, 2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32},
@@ -206,6 +206,21 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
     return np.where(condition.astype(bool), yes, no)
 
 
+def _cumulated(function: Callable[..., Tensor], before: float) -> Function:
+    """Sums or products up to each place; `before` is the sum or product of no entries."""
+
+    def compute(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
+        x, axis = as_tensor(inputs[0]), int(ints(node, inputs[1])[0])
+        x = x.flip(axis) if node.get("reverse", 0) else x
+        if node.get("exclusive", 0):
+            none = torch.full_like(x.narrow(axis, 0, 1), before)
+            x = torch.cat([none, x.narrow(axis, 0, x.shape[axis] - 1)], axis)
+        made = function(x, axis, dtype=x.dtype)
+        return made.flip(axis) if node.get("reverse", 0) else made
+
+    return compute
+
+
 ELEMENTWISE: dict[str, Function] = {
     "Add": of_either(np.add, torch.add),
     "Sub": of_either(np.subtract, torch.sub),
@@ -260,6 +275,8 @@ ELEMENTWISE: dict[str, Function] = {
     "Mean": _mean,
     "Max": _many(torch.maximum),
     "Min": _many(torch.minimum),
+    "CumSum": _cumulated(torch.cumsum, 0),
+    "CumProd": _cumulated(torch.cumprod, 1),
     "ReduceMean": _reduced(torch.mean),
     "ReduceSum": _reduced(torch.sum),
     "ReduceMax": _reduced(torch.amax),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections import ChainMap, Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ class Step:
     makes: tuple[str, ...]
     bodies: Mapping[str, InnerGraph]
 
-    def run(self, values: dict[str, Value]) -> None:
+    def run(self, values: MutableMapping[str, Value]) -> None:
         """Add this node's results to all values."""
         inputs = [values[name] for name in self.reads]
         if self.bodies:
@@ -193,8 +193,8 @@ class OnnxModule(nn.Module):
         self._known, self._paths, self._tied = outer
         gives = tuple(value.name for value in graph.output)
 
-        def run(values: Mapping[str, Value]) -> list[Value]:
-            own = {**values, **self._held(*held)}
+        def run(values: MutableMapping[str, Value]) -> list[Value]:
+            own = ChainMap(self._held(*held), values)  # values outside are many, and stay
             for step in steps:
                 step.run(own)
             return [own[name] for name in gives]

@@ -47,6 +47,7 @@ READ = {
     "Clip": "max min",
     "Col2Im": "dilations pads strides",
     **dict.fromkeys(("Concat", "Flatten", "Gather", "GatherElements", "OneHot"), "axis"),
+    "Compress": "axis",
     "ConcatFromSequence": "axis new_axis",
     "ConstantOfShape": "value",
     "Conv": f"{_WINDOW} group",
@@ -117,6 +118,13 @@ CONTROL = ("If", "Loop", "Scan")
 """Ops with graphs in them, which `control` runs."""
 
 
+QUANTIZED = {
+    *("ConvInteger", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger"),
+    *("QLinearConv", "QLinearMatMul", "QuantizeLinear"),
+}
+"""Ops of files that were made small and quick for inference."""
+
+
 def _none(node: NodeOf, inputs: Sequence[Value]) -> tuple[()]:
     return ()
 
@@ -131,6 +139,11 @@ def function_of(node: NodeOf) -> Function:
         for name in node.attributes.keys() - IDLE - {*READ.get(node.op, "").split()}:
             raise node.refuse(f"the attribute {name}={node.attributes[name]!r} is not read")
         return OPS.get(node.op, _none)
+    if node.op in QUANTIZED:
+        raise ModelError(
+            f"{node.where}: the file computes in integers, through which no gradient goes",
+            hint="export the model before it is quantized",
+        )
     near = difflib.get_close_matches(node.op, OPS, 1)
     raise ModelError(
         f"{node.where}: this op is not read",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,9 @@ from autopipe.onnx_files.values import (
     sizes,
     tensor_of,
 )
+
+_REDUCED = {"mul": "prod", "max": "amax", "min": "amin"}
+"""Torch's words for how entries that go to one place are put together."""
 
 _FAR = 2**31
 """From here on the end of a slice means the end of the dim."""
@@ -155,16 +158,27 @@ def _gather_elements(node: NodeOf, inputs: Sequence[Value]) -> Value:
 
 def _gather_nd(node: NodeOf, inputs: Sequence[Value]) -> Value:
     x, index = as_tensor(inputs[0]), as_tensor(inputs[1])
-    if node.get("batch_dims", 0):
-        raise node.refuse("batch_dims are not read")
-    return x[tuple(index.unbind(-1))]
+    rows = index.ndim - 1
+    batch = [
+        torch.arange(x.shape[dim]).reshape([-1 if n == dim else 1 for n in range(rows)])
+        for dim in range(node.get("batch_dims", 0))
+    ]
+    return x[tuple([*batch, *index.unbind(-1)])]
 
 
 def _scatter_nd(node: NodeOf, inputs: Sequence[Value]) -> Value:
     x, index, updates = map(as_tensor, inputs)
-    if node.get("reduction", "none") not in ("none", "add"):
-        raise node.refuse(f"reduction={node.get('reduction')!r} is not read")
-    return x.index_put(tuple(index.unbind(-1)), updates, node.get("reduction") == "add")
+    how = node.get("reduction", "none")
+    places = index.unbind(-1)
+    if how in ("none", "add"):
+        return x.index_put(places, updates, how == "add")
+    row = torch.zeros_like(places[0])  # of the first dims as one
+    for size, place in zip(x.shape, places, strict=False):
+        row = row * size + _places(place, size)
+    flat = x.flatten(0, len(places) - 1).flatten(1) if x.ndim > len(places) else x.reshape(-1, 1)
+    rows = row.reshape(-1, 1).expand(-1, flat.shape[1])
+    updates = updates.reshape(-1, flat.shape[1])
+    return flat.scatter_reduce(0, rows, updates, _REDUCED[how]).reshape(x.shape)
 
 
 def _scatter_elements(node: NodeOf, inputs: Sequence[Value]) -> Value:
@@ -175,8 +189,7 @@ def _scatter_elements(node: NodeOf, inputs: Sequence[Value]) -> Value:
         return x.scatter(axis, index, updates)
     if how == "add":
         return x.scatter_add(axis, index, updates)
-    names = {"mul": "prod", "max": "amax", "min": "amin"}
-    return x.scatter_reduce(axis, index, updates, names[how])
+    return x.scatter_reduce(axis, index, updates, _REDUCED[how])
 
 
 def _expand(node: NodeOf, inputs: Sequence[Value]) -> Value:
@@ -226,15 +239,21 @@ def _pad(node: NodeOf, inputs: Sequence[Value]) -> Value:
     return F.pad(x, order, names[mode], value if mode == "constant" else None)
 
 
+def _numbers(node: NodeOf, value: Value) -> list[Any]:
+    """As `ints`, of a constant that the file may have as floats."""
+    whole = isinstance(value, Tensor) and value.is_floating_point() and type(value) is Tensor
+    return ints(node, value.long() if whole else value)  # type: ignore[union-attr]
+
+
 def _one_hot(node: NodeOf, inputs: Sequence[Value]) -> Value:
-    (count,), axis = ints(node, inputs[1]), node.get("axis", -1)
+    (count,), axis = _numbers(node, inputs[1]), node.get("axis", -1)
     if is_sizes(inputs[0]) and is_sizes(inputs[2]) and axis == -1:  # how often a Tile repeats
         off, on = ints(node, inputs[2])
         rows = [
             [on if n == k % count else off for n in range(count)] for k in ints(node, inputs[0])
         ]
         return np.stack([sizes(row) for row in rows])
-    index = as_tensor(inputs[0])
+    index = as_tensor(inputs[0]).long()
     off, on = as_tensor(inputs[2]).unbind()
     index = _places(index, count).unsqueeze(axis)
     shape = [1] * index.ndim
@@ -246,21 +265,6 @@ def _trilu(node: NodeOf, inputs: Sequence[Value]) -> Value:
     x = as_tensor(inputs[0])
     diagonal = ints(node, inputs[1])[0] if len(inputs) > 1 and inputs[1] is not None else 0
     return torch.triu(x, diagonal) if node.get("upper", 1) else torch.tril(x, diagonal)
-
-
-def _cumulated(function: Callable[..., Tensor], before: float) -> Function:
-    """Sums or products up to each place; `before` is the sum or product of no entries."""
-
-    def compute(node: NodeOf, inputs: Sequence[Value]) -> Tensor:
-        x, axis = as_tensor(inputs[0]), int(ints(node, inputs[1])[0])
-        x = x.flip(axis) if node.get("reverse", 0) else x
-        if node.get("exclusive", 0):
-            none = torch.full_like(x.narrow(axis, 0, 1), before)
-            x = torch.cat([none, x.narrow(axis, 0, x.shape[axis] - 1)], axis)
-        made = function(x, axis, dtype=x.dtype)
-        return made.flip(axis) if node.get("reverse", 0) else made
-
-    return compute
 
 
 def _eye(node: NodeOf, inputs: Sequence[Value]) -> Value:
@@ -299,6 +303,16 @@ def _nonzero(node: NodeOf, inputs: Sequence[Value]) -> Value:
     return torch.nonzero(x).t()
 
 
+def _compressed(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    """The entries that a constant chooses."""
+    chosen = as_tensor(inputs[1])
+    if type(chosen) is not Tensor:
+        raise node.refuse("how many entries it keeps depends on values; no plan has a size for it")
+    x, axis = as_tensor(inputs[0]), node.get("axis")
+    x, axis = (x.reshape(-1), 0) if axis is None else (x, axis)
+    return x.index_select(axis, torch.nonzero(chosen).reshape(-1))
+
+
 SHAPES: dict[str, Function] = {
     "Shape": _shape,
     "Size": _size,
@@ -323,10 +337,9 @@ SHAPES: dict[str, Function] = {
     "Range": _range,
     "ConstantOfShape": _full,
     "Pad": _pad,
+    "Compress": _compressed,
     "OneHot": _one_hot,
     "Trilu": _trilu,
-    "CumSum": _cumulated(torch.cumsum, 0),
-    "CumProd": _cumulated(torch.cumprod, 1),
     "EyeLike": _eye,
     "ArgMax": _largest,
     "ArgMin": _largest,
