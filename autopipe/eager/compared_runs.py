@@ -104,6 +104,13 @@ def _calls_on_rows(
     return calls, tuple(left)
 
 
+_OF_SHAPES = {
+    *("__get__", "__len__", "size", "dim", "ndimension", "numel", "nelement", "element_size"),
+    *("stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex"),
+}
+"""Functions that tell a tensor's shape, dtype or place in memory, which equal rows share."""
+
+
 class CallsOnRows(TorchFunctionMode):
     """Notes the calls of torch that depend on the rows, on a weight or on a random number, with all
     else that they are given: numbers, which parameters, and the values of other tensors.
@@ -131,8 +138,8 @@ class CallsOnRows(TorchFunctionMode):
             made = [*tensors_in(result)]
             if any(map(self._on_rows, made)):
                 self.calls.append(call or self._call(func, args, kwargs, given))
-            elif call and not made and getattr(func, "__name__", "") != "__get__":
-                self.calls.append(call)  # it has written one, or hangs a hook on it
+            elif call and not made and getattr(func, "__name__", "") not in _OF_SHAPES:
+                self.calls.append(call)  # it reads a value, has written one, or hangs a hook on it
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Call:

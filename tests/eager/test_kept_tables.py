@@ -75,8 +75,21 @@ class Grown(Net):
         return self.middle(hidden) * self.table[:, : hidden.shape[1]]
 
 
+class BySize(Net):
+    """As PyTorch's own example of a language model has it: the first call alone asks for sizes."""
+
+    def begin(self):
+        self.mask = None
+
+    def inside(self, hidden):
+        if self.mask is None or self.mask.size(0) < 8:
+            assert hidden.is_floating_point() and hidden.dim() == 2
+            self.mask = torch.arange(1.0, 1 + hidden.size(1))[: hidden.stride(0)]
+        return self.middle(hidden) * self.mask
+
+
 @pytest.mark.sweep(of=3)
-@pytest.mark.parametrize("kind", [Grown, OfABuffer, ByLength, OfAnotherDtype])
+@pytest.mark.parametrize("kind", [Grown, OfABuffer, ByLength, BySize, OfAnotherDtype])
 def test_a_table_of_constants_changes_no_later_call(kind):
     """Bug: of models too large for the comparison it was refused, "computes something else"; that
     which grows (`Grown`) of every model, since its buffer was put back and its length was not."""
