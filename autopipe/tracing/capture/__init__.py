@@ -11,6 +11,7 @@ Other rooms use: `program.Program`, `export.capture`, `from_export.convert`, `va
     program            the module that is run and exported; what its runs have found out
     value_guards       values that Python reads: recorded, replayed, checked
     caught_errors      errors of a trace that the user's code catches
+    einsum_paths       the order of products in an einsum of three tensors
     low_precision      parameters and buffers that are read in 16 bits
     user_checkpoints   calls of torch.utils.checkpoint, as marks on nodes
     export             the call of torch.export

@@ -48,6 +48,7 @@ from autopipe.planfile.regions import LOSS
 from autopipe.rewriting import flex_attention
 from autopipe.rewriting.extremes import chosen_by_tensors
 from autopipe.rewriting.gpu_autocast import of_absent_gpus
+from autopipe.tracing.capture import einsum_paths
 from autopipe.tracing.capture.caught_errors import raised_at_the_end
 from autopipe.tracing.capture.low_precision import SixteenBits, buffers_in, cast
 from autopipe.util import dims, dtypes
@@ -181,6 +182,7 @@ class Program(nn.Module):
             copies_are_values(),
             counting_rows(),
             chosen_by_tensors(),
+            einsum_paths.of_two_rows(),
             inference_without_gradients(),
             of_absent_gpus(),
             refused_effects.RefusedCalls(),
