@@ -214,8 +214,26 @@ def test_groups_of_heads_read_their_keys_unrepeated_in_16_bits() -> None:
         k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=~m.later)
 
+    def in_turn(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Heads of keys k0 k1 k0 k1: the first two heads of queries share none."""
+        k, v = (heads(part) for part in m.few(m.x).split(WIDTH // 2, -1))
+        k, v = (
+            part[:, None].expand(-1, 2, -1, -1, -1).reshape(-1, HEADS, LENGTH, SIZE)
+            for part in (k, v)
+        )
+        return plain(m, q, k, v)
+
+    def turned_later(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A part of each repeated key is changed in place, as partial rotary embeddings do."""
+        k, v = (heads(part) for part in m.few(m.x).split(WIDTH // 2, -1))
+        k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
+        k[..., : SIZE // 2].mul_(2)
+        return plain(m, q, k, v)
+
     assert groups(grouped, torch.bfloat16) == [True]
     assert groups(masked, torch.bfloat16) == [False]
+    assert groups(in_turn, torch.bfloat16) == [False]
+    assert groups(turned_later, torch.bfloat16) == [False]
     if LONG:
         assert groups(by_the_op, torch.bfloat16) == [True]
         assert groups(grouped, torch.float32) == [False]
