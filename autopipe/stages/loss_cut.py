@@ -144,23 +144,18 @@ class _Cutting:
 
     def _varies(self, value: Ref) -> str:
         """Why a value is not the same in every micro-batch; empty: it is."""
-        seen, waiting = set[int](), [self.flow.position(value)]
-        while waiting:
-            position = waiting.pop()
-            if position in seen:
-                continue
-            seen.add(position)
-            node = self.flow.graph.nodes[position]
-            if is_random(node):
+        flow, nodes = self.flow, self.flow.graph.nodes
+        writers = flow.writers.get(flow.root[value], ())
+        for position in sorted(flow.with_all_before([flow.position(value), *writers])):
+            if is_random(nodes[position]):
                 return "is drawn in each micro-batch"
-            for read in node.values():
-                if isinstance(read, Input):
-                    return "is another number in each micro-batch"
-                waiting += [self.flow.position(read)] if isinstance(read, Ref) else []
+            if any(isinstance(read, Input) for read in nodes[position].values()):
+                return "is another number in each micro-batch"
         return ""
 
     def check_writes(self, read: Sequence[Value]) -> None:
-        """Refuse a loss that writes a tensor of others, or reads a buffer that is written.
+        """Refuse a loss that writes a tensor of others, or reads a buffer that is written, or what
+        is written once the loss has read it.
 
         Raises:
             ModelError: names the buffer, or the line that writes.
@@ -168,7 +163,9 @@ class _Cutting:
         flow, nodes = self.flow, self.flow.graph.nodes
         for value in read:
             writers = flow.writers.get(flow.root[value], ())
+            first = min((p for p in flow.users[value] if p in self.of_loss), default=len(nodes))
             late = [p for p in writers if p in self.of_loss or isinstance(value, State)]
+            late += [p for p in writers if p > first]
             if late:
                 raise self._refusal(value, f"is written in place at {nodes[late[0]].place}")
         for root, writers in flow.writers.items():

@@ -98,6 +98,19 @@ def rows_mixed(self, x):
     return self.layer(torch.cat([x, x]).flip(0))
 
 
+def drawn_into_a_part(self, x):
+    half = torch.zeros(2)
+    half[0] = torch.rand(())
+    return self.layer(x) @ x.T * (half * self.temperature).sum()
+
+
+def written_once_it_is_read(self, x):
+    e = self.layer(x)
+    total = e.sum(0)
+    e.add_(1)
+    return self.layer(e) * total
+
+
 REFUSED = {
     "rows that cannot be told apart": (
         rows_mixed, near, "what linear makes, which the loss reads, is float32[2*b, 4], in which "
@@ -110,6 +123,14 @@ REFUSED = {
     "a buffer that is written": (
         lambda self, x: (self.queue.add_(1), self.layer(x) @ self.queue.T)[1],
         lambda o, b: (o @ o.T).mean(), "[queue], which the loss reads, is written in place at",
+    ),
+    "numbers drawn into a part of a tensor": (
+        drawn_into_a_part, lambda o, b: o.mean(),
+        "which the loss reads, has no rows, and is drawn in each micro-batch",
+    ),
+    "rows that are written once they are read": (
+        written_once_it_is_read, lambda o, b: o.square().mean(),
+        "what linear makes, which the loss reads, is written in place at",
     ),
 }  # fmt: skip
 
