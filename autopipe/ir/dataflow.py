@@ -22,6 +22,7 @@ import torch
 from autopipe.ir.graph import (
     READ_OP,
     REGION_OP,
+    Arg,
     Graph,
     Input,
     Node,
@@ -34,7 +35,7 @@ from autopipe.ir.graph import (
     values_in,
 )
 from autopipe.ir.opaque_ops import FUNCTION_OP, OPAQUE
-from autopipe.ir.torch_private import views, written_arguments
+from autopipe.ir.torch_private import formal_arguments, views, writes, written_arguments
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,7 @@ def analyse(graph: Graph) -> Dataflow:
         for value in read:
             root.setdefault(value, value)
             users[value].append(position)
-        op = resolve(node.op)
-        written = written_by(node)
+        op, written = resolve(node.op), written_by(node)
         shared = written if written and views(op) else _shared(node, op)
         for number in range(len(node.outputs)):
             result = Ref(node.name, number)
@@ -139,8 +139,13 @@ def _shared(node: Node, op: object) -> list[Value]:
     return list(values_in(node.args))[: len(node.outputs) if of_each else 1]
 
 
-_WRITES_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
-"""Ops that write running statistics although their schemas do not say so -> the flag for it."""
+def statistics_written(op: object, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> list[Arg]:
+    """The running statistics that one call of a norm writes, of which its schema says nothing."""
+    if "running_mean" not in (names := formal_arguments(op)) or writes(op):
+        return []
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    trains = given.get("training") or given.get("use_input_stats")
+    return [given.get("running_mean"), given.get("running_var")] if trains else []
 
 
 def written_by(node: Node) -> list[Value]:
@@ -151,10 +156,7 @@ def written_by(node: Node) -> list[Value]:
 
 def written_statistics(node: Node) -> list[Value]:
     """The running statistics that a node writes, and does not compute with."""
-    flag = _WRITES_STATISTICS.get(node.short)
-    if flag is None or not (given := arguments(node))[flag]:
-        return []
-    return [*values_in((given["running_mean"], given["running_var"]))]
+    return [*values_in(tuple(statistics_written(resolve(node.op), node.args, node.kwargs)))]
 
 
 def is_random(node: Node) -> bool:
@@ -232,9 +234,8 @@ def gradient_values(graph: Graph) -> frozenset[Ref | State]:
         ]
         if any(value in carrying for value in node.values()):
             carrying.update(results)
-            for value in values_in(
-                tuple(written_arguments(resolve(node.op), node.args, node.kwargs))
-            ):
+            written = written_arguments(resolve(node.op), node.args, node.kwargs)
+            for value in values_in(tuple(written)):
                 carrying.update(views_of[flow.root[value]])
         for value in results:
             if flow.root[value] in flow.writers:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopipe.ir.dataflow import statistics_written
 from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.ir.torch_private import fake_mode, quiet, views, writes, written_arguments
 from autopipe.joint.uncast import uncast
@@ -217,8 +218,7 @@ class _Step(nn.Module):
         run: Callable[..., Any],
     ) -> None:
         super().__init__()
-        self.tape = tape
-        self.stage = lowered.module
+        self.tape, self.stage = tape, lowered.module
         self.__dict__["run"] = run  # no second module of the same parameters
         self.low, self.precision = lowered.low, precision
         self.seeded = seeded
@@ -328,9 +328,9 @@ def called(call: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def written(call: fx.Node) -> set[int]:
-    """The storages that a call writes in place."""
+    """The storages that a call writes in place, running statistics among them."""
     op, args = called(call)
-    found = written_arguments(op, args, call.kwargs)
+    found = written_arguments(op, args, call.kwargs) + statistics_written(op, args, call.kwargs)
     return storages(node for node in found if isinstance(node, fx.Node))
 
 
