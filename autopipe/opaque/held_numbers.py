@@ -3,6 +3,10 @@
 class Scale(torch.autograd.Function):       {"factor": 2.0, "config.mode": "fast"}
     factor = 2.0
     def forward(ctx, x): return x * Scale.factor if config.mode == "fast" else x
+
+def made(bits):                             {"bits": 4}
+    class Rounded(torch.autograd.Function):
+        def forward(ctx, x): return (x * 2**bits).round() / 2**bits
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ MOST_HELD = 16
 
 
 def held_by(kind: type) -> dict[str, Any]:
-    """The numbers and texts that the code of a Function reads of its class and of its file.
+    """The numbers and texts that the code of a Function reads of its class, of its file, and of the
+    function in which the class stands.
 
     A run reads them whenever it calls the Function; where a model changes them, its graph is that
     of one call.
@@ -28,9 +33,9 @@ def held_by(kind: type) -> dict[str, Any]:
     for method in ("forward", "setup_context", "backward"):
         code = inspect.unwrap(getattr(kind, method))
         if inspect.isfunction(code) and not code.__module__.startswith("torch."):
-            names = code.__code__.co_names
-            for name in names:
-                value = getattr(kind, name, code.__globals__.get(name))
+            names, around = code.__code__.co_names, inspect.getclosurevars(code).nonlocals
+            for name in (*names, *around):
+                value = around.get(name, getattr(kind, name, code.__globals__.get(name)))
                 inside = {} if isinstance(value, nn.Module | Tensor) else _fields(value)
                 values = {name: value, **{f"{name}.{n}": inside[n] for n in names if n in inside}}
                 found |= {label: held for label, held in values.items() if _is_number_or_text(held)}

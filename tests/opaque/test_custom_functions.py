@@ -408,3 +408,61 @@ def test_a_setting_that_forward_sets_for_a_function_is_refused():
     words = "ByASetting, [^\n]* reads SCALES, which forward sets to {'of': 2.0} from {'of': 1.0}"
     with pytest.raises(CaptureError, match=words):
         trace_model(built(SetsIt), inputs, square)
+
+
+def reversing_more_and_more():
+    """A reversal by a variable around its class, which forward counts up."""
+    by = 0.0
+
+    class Reversing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return -by * gradient
+
+    class Counting(Net):
+        def inside(self, hidden):
+            nonlocal by
+            by += 0.5
+            return Reversing.apply(self.middle(hidden))
+
+    return built(Counting)
+
+
+def test_a_variable_around_a_function_that_forward_counts_up_is_refused(monkeypatch):
+    """Bug: a large model was trained by what it was at first, for no rank counts it up."""
+    monkeypatch.setattr(against_eager, "MOST_FLOPS", 0)
+    said = refusal(reversing_more_and_more())
+    assert "the model keeps reversing_more_and_more.<locals>.Counting.inside from one call" in said
+
+
+def rounded(bits):
+    """A straight-through rounding to so many bits, by a class of its own."""
+
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return (x * 2**bits).round() / 2**bits
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * bits
+
+    return Rounded
+
+
+class RoundedTwice(Net):
+    def begin(self):
+        self.fine, self.coarse = rounded(8), rounded(2)
+
+    def inside(self, hidden):
+        return self.coarse.apply(self.middle(self.fine.apply(hidden)))
+
+
+def test_two_functions_of_one_name_differ_by_the_numbers_around_them():
+    assert unlike(built(RoundedTwice)) == []
+    calls = [node.args[1] for node in traced(RoundedTwice).graph.nodes if "autopipe" in node.op]
+    assert [call.rpartition("(")[2] for call in calls] == ["_, bits=8)", "_, bits=2)"]
