@@ -16,6 +16,7 @@ A number that nothing depends on (`eager.logged_reads`) leaves no node: nothing 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -78,9 +79,20 @@ def _subject(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tenso
 
 
 def _value(name: str, tensor: Tensor) -> bool | int | float | str:
-    """A read's value in the form stored in the plan: lists are JSON text."""
-    value = _READERS[name](tensor)
-    return json.dumps(value) if isinstance(value, list) else value
+    """A read's value as a plan has it."""
+    return _written(_READERS[name](tensor))
+
+
+def _written(value: Any) -> bool | int | float | str:
+    """A value as a plan has it: lists, infinities and nan are JSON text."""
+    as_text = isinstance(value, list) or (isinstance(value, float) and not math.isfinite(value))
+    written: bool | int | float | str = json.dumps(value) if as_text else value
+    return written
+
+
+def _answer(value: bool | int | float | str) -> Any:
+    """The inverse of `_written`."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 @torch.library.custom_op("autopipe::read", mutates_args=())
@@ -115,12 +127,11 @@ def _(tensor: Tensor, kind: str, value: str, place: str) -> None:
 
 def _compare(tensor: Tensor, read: Read) -> None:
     found = _value(read.kind, tensor)
-    both_nan = found != found and read.value != read.value
-    if found != read.value and not both_nan:
+    if found != _written(read.value):
         raise ModelError(
-            f"{read.place}: Python read {read.value!r} from a tensor here when the model was "
-            f"traced, and reads {found!r} in this micro-batch: the traced branch is not the one "
-            "it would take",
+            f"{read.place}: Python read {_answer(read.value)!r} from a tensor here when the model "
+            f"was traced, and reads {_answer(found)!r} in this micro-batch: the traced branch is "
+            "not the one it would take",
             hint="plan with inputs that take the branch your batches take, or make the branch "
             "part of the computation (torch.where)"
             + ("; a number for a log is read by .item()" if read.kind == "__float__" else ""),
@@ -153,7 +164,7 @@ class _Recording(TorchFunctionMode):
         if name == "__format__" and known and args[0].ndim == 0:
             number = args[0].item()
             place = user_lines.here(alone=True)
-            self.reads.append(Read(name, number, place, checked=self._numbers))
+            self.reads.append(Read(name, _written(number), place, checked=self._numbers))
             self._check_expected(len(self.reads) - 1)
             return format(self._shown(number), args[1])
         if name not in _READERS or name == "__format__" or not known:
@@ -162,7 +173,7 @@ class _Recording(TorchFunctionMode):
         unknown, place = self._unknown(tensor), user_lines.here(alone=True)
         if name == "item" and not self._numbers:
             value = logged_reads.zero(tensor) if unknown else tensor.item()
-            self.reads.append(Read(name, value, place, checked=False))
+            self.reads.append(Read(name, _written(value), place, checked=False))
             use = partial(self._use, len(self.reads) - 1, unknown)
             return logged_reads.PlaceholderNumber(use, self._shown(value))
         if unknown:
@@ -181,7 +192,7 @@ class _Recording(TorchFunctionMode):
             raise noted(ReadsParameter(read.place))
         self.reads[index] = replace(read, checked=True)
         self._check_expected(index)
-        return read.value
+        return _answer(read.value)
 
     def _check_expected(self, index: int) -> None:
         """Refuse a read that differs from the expected one, at the place where it is used."""
@@ -298,8 +309,8 @@ class _Replaying(TorchFunctionMode):
         if read.checked:
             read_op(_subject(name, args, kwargs or {}), index)
         if name == "__format__":
-            return format(read.value, args[1])
-        return json.loads(read.value) if isinstance(read.value, str) else read.value
+            return format(_answer(read.value), args[1])
+        return _answer(read.value)
 
     def _is_next(self, kind: str) -> bool:
         """Whether the record goes on with a read of this kind at this line."""
