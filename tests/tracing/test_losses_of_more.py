@@ -38,6 +38,49 @@ def test_a_loss_that_reads_the_models_parameters_trains_them():
     assert unlike(model, penalised) == []
 
 
+VIEWS = {
+    "the transpose": lambda model: model.middle.weight.detach().T,
+    "a row": lambda model: model.middle.weight.detach()[0],
+    "half of a buffer": lambda model: model.scales[:4],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_loss_with_a_view_that_was_made_before_is_refused(view):
+    """Bug: the view was taken for the whole tensor, and of a transpose all values were others."""
+
+    class Scaled(Net):
+        def begin(self):
+            self.register_buffer("scales", torch.arange(8.0))
+
+        def inside(self, hidden):
+            return self.middle(hidden) * self.scales
+
+    model = built(Scaled)
+    before = view(model)
+
+    def weighted(outputs, batch):
+        return square(outputs, batch) * before.square().mean()
+
+    with pytest.raises(CaptureError, match=r"of_more.py:\d+: a view of the .* is read here"):
+        trace_model(model, inputs, weighted)
+
+
+def test_a_loss_may_have_other_elements_of_a_parameter_s_memory():
+    """Bug: of a tensor whose first half is a buffer the second half was taken for the first."""
+
+    class Scaled(Net):
+        def begin(self):
+            self.register_buffer("scales", torch.arange(16.0)[:8])
+
+        def inside(self, hidden):
+            return self.middle(hidden) * self.scales
+
+    model = built(Scaled)
+    others = model.scales.as_strided((8,), (1,), 8)
+    assert unlike(model, lambda outputs, batch: square(outputs, batch) * others.mean()) == []
+
+
 class Centred(Net):
     def begin(self):
         self.centres = nn.Parameter(torch.ones(4))

@@ -27,7 +27,7 @@ from autopipe.ir.graph import (
     short_name,
     values_in,
 )
-from autopipe.ir.torch_private import expression, is_control_flow, is_fake, storage_key, writes
+from autopipe.ir.torch_private import expression, is_control_flow, is_fake, writes
 from autopipe.planfile.placements import BIG
 
 LOSS_SCOPE = "loss()"
@@ -127,17 +127,6 @@ def names_by_identity(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, tensor in chain(parameters, model.named_buffers(remove_duplicate=False)):
         names.setdefault(id(tensor), []).append(name)
     return {name: tuple(group) for group in names.values() for name in group}
-
-
-def names_by_storage(models: Sequence[nn.Module]) -> dict[int, tuple[str, str]]:
-    """Kind and name of the parameters and buffers of some models, by the key of their storage."""
-    found: dict[int, tuple[str, str]] = {}
-    for model in models:
-        for name, parameter in model.named_parameters():
-            found.setdefault(storage_key(parameter), ("parameter", name))
-        for name, buffer in model.named_buffers():
-            found.setdefault(storage_key(buffer), ("buffer", name))
-    return found
 
 
 def kind_of(exported: torch.export.ExportedProgram, spec: InputSpec) -> str:

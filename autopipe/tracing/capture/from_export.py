@@ -46,7 +46,7 @@ from autopipe.ir.graph import (
     Value,
     short_name,
 )
-from autopipe.ir.torch_private import expression, formal_arguments, storage_key
+from autopipe.ir.torch_private import expression, formal_arguments
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import InputSpec
 from autopipe.rewriting.projections import with_projections
@@ -61,7 +61,6 @@ from autopipe.tracing.capture.exported_nodes import (
     kind_of,
     live_nodes,
     names_by_identity,
-    names_by_storage,
     scopes_of,
     with_copies_beside,
 )
@@ -100,7 +99,7 @@ def convert(
     Raises:
         CaptureError: a graph cannot express the program; the message names the user's line.
     """
-    converter = _Converter(exported, model, specs, names_by_storage(twins))
+    converter = _Converter(exported, model, specs, twins)
     graph = check.after("from_export", converter.convert())
     converter.memory.check(graph, assigned)
     graph = with_projections(graph)
@@ -114,7 +113,7 @@ class _Converter:
     """A graph under construction.
 
     Attributes:
-        lent: kind and name of the states of twins, by storage.
+        twins: as for `convert`.
         ordinals: how many nodes have each scope and op.
         symbols: export's symbols for sizes -> those of the batch's description.
         spans: the nodes of each block that others equal (`tracing.capture.stubs`), by number.
@@ -125,7 +124,7 @@ class _Converter:
     exported: torch.export.ExportedProgram
     model: nn.Module
     specs: Sequence[InputSpec]
-    lent: Mapping[int, tuple[str, str]]
+    twins: Sequence[nn.Module]
     inputs: dict[str, TensorSpec] = field(default_factory=dict)
     states: dict[str, StateSpec] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -139,7 +138,7 @@ class _Converter:
     def __post_init__(self) -> None:
         self._aliases = names_by_identity(self.model)
         self._saved = self.model.state_dict().keys()
-        self.memory = SameMemory(self.model)
+        self.memory = SameMemory(self.model, self.twins)
 
     def convert(self) -> Graph:
         signature, nodes = self.exported.graph_signature, self.exported.graph.nodes
@@ -175,7 +174,7 @@ class _Converter:
         name, kind = spec.target.removeprefix("model."), kind_of(self.exported, spec)
         if kind == "constant":
             constant = constant_of(self.exported, spec.target, placeholder)
-            own = self.lent.get(storage_key(constant))
+            own = self.memory.lent(constant, placeholder)
             kind, name = own or self.memory.state_of(self._name_constant(name), constant)
             if kind == "constant":
                 self.constants.setdefault(name, constant)

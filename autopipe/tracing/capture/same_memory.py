@@ -4,6 +4,8 @@
     self.all = [self.mean]                      one tensor: the graph has one state, the buffer
     self.first = self.mean[0]                   a view: refused, if forward writes one of them
     teacher.state_dict()["weight"].mul_(0.9)    of a module that torch does not know: one constant
+    loss: ... @ model.table.weight.T            the weight of a twin: the model's own
+    loss: ... @ transposed                      a view made before, of that weight: refused
 
 Export makes a constant of each place at which a tensor comes in that is neither a parameter nor a
 buffer, and ranks have each state of a graph in memory of its own.
@@ -11,15 +13,17 @@ buffer, and ranks have each state of a graph in memory of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from itertools import permutations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopipe.eager.registered import named_tensors_of
 from autopipe.errors import CaptureError
+from autopipe.frontend import user_lines
 from autopipe.ir.dataflow import written_states
 from autopipe.ir.graph import REGION_OP, Graph
 from autopipe.ir.tensors import overlap
@@ -27,15 +31,45 @@ from autopipe.ir.torch_private import is_fake, storage_key
 
 
 class SameMemory:
-    """The buffers of a model, and the constants that are met, by where they lie in memory."""
+    """The buffers of a model, and the constants that are met, by where they lie in memory.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        twins: modules with weights whose parameters stand for those of the model, by name.
+    """
+
+    def __init__(self, model: nn.Module, twins: Sequence[nn.Module] = ()) -> None:
+        self._lent: dict[int, list[tuple[str, str, Tensor]]] = defaultdict(list)
+        for twin in twins:
+            kinds = ("parameter", twin.named_parameters()), ("buffer", twin.named_buffers())
+            for kind, name, tensor in ((k, n, t) for k, named in kinds for n, t in named):
+                self._lent[storage_key(tensor)].append((kind, name, tensor))
         self._names: dict[Any, tuple[str, str]] = {}
         self._tensors: dict[str, Tensor] = {}
         self._held: dict[str, str] = {}
         self._model = model
         for name, buffer in model.named_buffers():
             self._add("buffer", name, buffer)
+
+    def lent(self, constant: Tensor, placeholder: fx.Node) -> tuple[str, str] | None:
+        """The kind and the name of the twins' parameter or buffer that a constant is; None: it is
+        none of them.
+
+        Raises:
+            CaptureError: it is a view of one; names the user's line.
+        """
+        of_memory = self._lent.get(storage_key(constant), ())
+        for kind, name, tensor in of_memory:
+            if _where(tensor) == _where(constant):
+                return kind, name
+        for kind, name, tensor in of_memory:
+            if constant.numel() and overlap(tensor, constant):
+                places = [user_lines.of_trace(user.stack_trace) for user in placeholder.users]
+                raise CaptureError(
+                    f"{places[0] + ': ' if places and places[0] else ''}a view of the {kind} "
+                    f"{name!r} is read here that was made before; no rank has it",
+                    hint="make the view where it is read: model.layer.weight.T in the loss itself",
+                )
+        return None
 
     def state_of(self, name: str, constant: Tensor) -> tuple[str, str]:
         """The kind and the name of the graph's state for a constant.
