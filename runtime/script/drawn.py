@@ -245,7 +245,7 @@ def _first(tensor: Tensor | None) -> Tensor | None:
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     first = tensor.reshape(-1)[:ENTRIES]
-    return torch.view_as_real(first)[:, 0] if first.is_complex() else first
+    return torch.view_as_real(first.resolve_conj())[:, 0] if first.is_complex() else first
 
 
 def _form(entries: Tensor) -> _Form:

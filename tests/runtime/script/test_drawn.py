@@ -228,3 +228,13 @@ def test_what_is_no_draw() -> None:
         own["a"] *= 0.9
 
     assert not told(*alike, decayed, parts=rows), "they began alike, as copied layers do"
+
+
+def test_gradients_that_autograd_leaves_conjugated() -> None:
+    """Bug: each step of a complex weight that is read by .conj() ended in torch's words."""
+    own = {"a": nn.Parameter(torch.randn(8, 16, dtype=torch.complex64))}
+    drawn = DrawnNumbers(own, {"a": ""}, parted=True, what="gradients")
+    own["a"].grad = torch.ones(8, 16, dtype=torch.complex64).conj()
+    assert own["a"].grad.is_conj()
+    drawn.note()
+    assert drawn.numbers()
