@@ -66,6 +66,19 @@ def test_a_loss_with_a_view_that_was_made_before_is_refused(view):
         trace_model(model, inputs, weighted)
 
 
+def test_what_a_loss_has_detached_before_has_no_gradient():
+    """Bug: it was taken for the parameter itself, which was trained by it."""
+    model = built(Net)
+    alias = model.middle.weight.detach()
+    views = [p.data for p in model.down.parameters()]
+
+    def beside(outputs, batch):
+        near = sum((alias - view.mean()).square().mean() for view in views)
+        return square(outputs, batch) + near * model.middle.weight.norm()
+
+    assert unlike(model, beside) == []
+
+
 def test_a_loss_may_have_other_elements_of_a_parameter_s_memory():
     """Bug: of a tensor whose first half is a buffer the second half was taken for the first."""
 

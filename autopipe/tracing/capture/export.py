@@ -25,6 +25,7 @@ from autopipe.ir.torch_private import quiet
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.capture.exported_nodes import keep_memory_order
 from autopipe.tracing.capture.program import Program
+from autopipe.tracing.capture.same_memory import WithoutGradients
 from autopipe.tracing.capture.stubs import standing_in
 from autopipe.tracing.capture.user_checkpoints import marking
 from autopipe.tracing.capture.value_guards import replay
@@ -59,7 +60,8 @@ def capture(
         def export() -> torch.export.ExportedProgram:
             standing, first = standing_in(program.model, alike), restoring(*program.parts)
             asked = program.found.asks_for_others
-            with first, torch.random.fork_rng(devices=[]), replay(reads), marking(), standing:
+            own_draws, aliases = torch.random.fork_rng(devices=[]), WithoutGradients(program.twins)
+            with first, own_draws, replay(reads), marking(), standing, aliases:
                 try:
                     return torch.export.export(
                         program,

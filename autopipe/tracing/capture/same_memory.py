@@ -6,6 +6,7 @@
     teacher.state_dict()["weight"].mul_(0.9)    of a module that torch does not know: one constant
     loss: ... @ model.table.weight.T            the weight of a twin: the model's own
     loss: ... @ transposed                      a view made before, of that weight: refused
+    loss: ... @ detached                        it by .detach(), made before: no gradient
 
 Export makes a constant of each place at which a tensor comes in that is neither a parameter nor a
 buffer, and ranks have each state of a graph in memory of its own.
@@ -20,14 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.registered import named_tensors_of
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.dataflow import written_states
 from autopipe.ir.graph import REGION_OP, Graph
-from autopipe.ir.tensors import overlap
-from autopipe.ir.torch_private import is_fake, storage_key
+from autopipe.ir.tensors import overlap, tensors_in
+from autopipe.ir.torch_private import is_fake, no_function_modes, storage_key, tree_map
 
 
 class SameMemory:
@@ -142,6 +144,40 @@ class SameMemory:
             for pair in permutations(sorted(names), 2):
                 if not graph.constants.keys().isdisjoint(pair):
                     yield pair
+
+
+class WithoutGradients(TorchFunctionMode):
+    """Within, which is around an export, what `weight.detach()` gave before is `weight.detach()` of
+    now: export makes a constant of either, in which the parameter itself would be seen.
+
+    Args:
+        twins: as for `SameMemory`.
+    """
+
+    def __init__(self, twins: Sequence[nn.Module]) -> None:
+        super().__init__()
+        real = (p for twin in twins for p in twin.parameters() if not is_fake(p) and p.numel())
+        self._trained = {_where(p): p for p in real if p.requires_grad}
+        self._storages = {storage_key(p) for p in self._trained.values()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._trained and any(
+            self._parameter(t) is not None for t in tensors_in((args, kwargs))
+        ):
+            args, kwargs = tree_map(self._of_now, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _parameter(self, leaf: Any) -> Tensor | None:
+        if type(leaf) is not Tensor or is_fake(leaf):
+            return None
+        with no_function_modes():  # to look at memory is no call of the model's
+            inside = leaf.layout == torch.strided and storage_key(leaf) in self._storages
+            return self._trained.get(_where(leaf)) if inside else None
+
+    def _of_now(self, leaf: Any) -> Any:
+        parameter = self._parameter(leaf)
+        return leaf if parameter is None else parameter.detach()
 
 
 def _where(tensor: Tensor) -> Any:
