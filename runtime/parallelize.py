@@ -89,7 +89,7 @@ def parallelize(
         weights = trained.chosen(weights, joined.place.rank, joined.world)
     origin = Origin(model, traced.skeleton, weights, seed, say=talk, read=trained.read)
     own = own_states(joined, part, traced, sharding, origin)
-    transport = connect(part)
+    transport = connect(joined, part)
     held = hold(part, own.states, joined.backend, partial=replicated(sharding), offload=offload)
     replicas = replicas_of_last_stage(part, joined.backend)
     rank = Rank(part, checked.compute, transport, held, checked.emitted, replicas)

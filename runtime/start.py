@@ -17,6 +17,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from autopipe.runtime.comm.choose import backend_for, shares_memory, transport_f
 from autopipe.runtime.comm.shared_memory_axis import tensor_parallel_axis
 from autopipe.runtime.comm.transport import Transport
 from autopipe.runtime.launch.watchdog import Watchdog
-from autopipe.runtime.launch.world import World, check_world, start, world_from
+from autopipe.runtime.launch.world import TIMEOUT, World, check_world, start, world_from
 from autopipe.runtime.parameters.materialize import Origin, materialize
 from autopipe.runtime.parameters.model_states import ModelStates, unused_states
 from autopipe.runtime.parameters.part import RankPart
@@ -88,7 +89,7 @@ class JoinedRank:
         place: which rank of the plan it is.
         device: where its tensors are.
         backend: the backend of torch.distributed for sums over ranks.
-        world: the process group of all ranks; None if there is one rank.
+        world: all ranks, for tensors in host memory; None if there is one rank.
         watchdog: is told where this rank is.
     """
 
@@ -153,9 +154,9 @@ def join(plan: Plan) -> JoinedRank:
     else:  # not on the CPU: a process that has set a GPU holds memory on it
         torch.cuda.set_device(device)
     alone = len(plan.mesh.places) == 1
-    world = None if alone else dist.group.WORLD
+    world = None if alone else _all_ranks()
     check_same_plan(plan, world)
-    backend = "gloo" if alone else backend_for(device)
+    backend = "gloo" if alone else backend_for(device, world)
     return JoinedRank(place, device, backend, world, watchdog)
 
 
@@ -229,7 +230,7 @@ def own_states(
     return ModelStates(traced.states, tensors, unused_tensors, sharding, written)
 
 
-def connect(part: RankPart) -> Transport:
+def connect(joined: JoinedRank, part: RankPart) -> Transport:
     """This rank's end of its pipeline.
 
     Raises:
@@ -241,7 +242,8 @@ def connect(part: RankPart) -> Transport:
         for dp in range(mesh.dp)
         for tp in range(mesh.tp)
     ]
-    return transport_for(part.device, pipelines, _edges(part.split.stages))
+    edges = _edges(part.split.stages)
+    return transport_for(part.device, pipelines, edges, world=joined.world)
 
 
 def _join_group(plan: Plan) -> tuple[int, Watchdog]:
@@ -269,6 +271,16 @@ def _join_group(plan: Plan) -> tuple[int, Watchdog]:
     # The group is open for as long as the process lives: a user's script has no block for it.
     atexit.register(opened.close)
     return rank, watchdog
+
+
+def _all_ranks() -> dist.ProcessGroup:
+    """The default group; or another one, if a script has opened that for GPUs alone, as by
+    `init_process_group("nccl")`: ranks also exchange what is in host memory."""
+    world = dist.group.WORLD
+    if "cpu:" not in dist.get_backend_config():
+        world = dist.new_group(timeout=timedelta(seconds=TIMEOUT), backend="gloo")
+    assert world is not None
+    return world
 
 
 def _device(place: Place) -> torch.device:

@@ -96,13 +96,13 @@ def choose(gpus: Sequence[str | None], asked: str | None, *, nccl: bool = True) 
     )
 
 
-def _agree(device: torch.device) -> Choice:
+def _agree(device: torch.device, world: dist.ProcessGroup | None) -> Choice:
     """The choice of all ranks together; rank 0 prints its remark on stderr."""
     gpu, nccl = None, dist.is_nccl_available()
     if device.type == "cuda":
         gpu = f"GPU {torch.cuda.get_device_properties(device).uuid}"
     seen: list[tuple[str | None, bool, str | None]] = [(None, nccl, None)] * dist.get_world_size()
-    dist.all_gather_object(seen, (gpu, nccl, os.environ.get(VARIABLE)))
+    dist.all_gather_object(seen, (gpu, nccl, os.environ.get(VARIABLE)), group=world)
     gpus = [gpu for gpu, _, _ in seen]
     choice = choose(gpus, seen[0][2], nccl=all(nccl for _, nccl, _ in seen))
     if choice.remark is not None and dist.get_rank() == 0:
@@ -110,13 +110,14 @@ def _agree(device: torch.device) -> Choice:
     return choice
 
 
-def backend_for(device: torch.device) -> str:
+def backend_for(device: torch.device, world: dist.ProcessGroup | None = None) -> str:
     """The backend of torch.distributed for sums of gradients, the same on all ranks.
 
     Every rank calls it, at the same point of its program.
 
     Args:
         device: this rank's device.
+        world: all ranks, for tensors in host memory; None: the default group is.
 
     Returns:
         "nccl" or "gloo".
@@ -124,7 +125,7 @@ def backend_for(device: torch.device) -> str:
     Raises:
         LaunchError: as `choose`, on every rank.
     """
-    return "nccl" if _agree(device).transport == "nccl" else "gloo"
+    return "nccl" if _agree(device, world).transport == "nccl" else "gloo"
 
 
 def shares_memory(device: torch.device) -> bool:
@@ -137,6 +138,7 @@ def transport_for(
     pipelines: Sequence[Sequence[int]],
     edges: Sequence[Edge],
     timeout: float = TIMEOUT,
+    world: dist.ProcessGroup | None = None,
 ) -> Transport:
     """This rank's transport; every rank of the world calls it, at the same point of its program.
 
@@ -146,6 +148,7 @@ def transport_for(
             every rank of the world is in one.
         edges: which stages send to which, in training and in evaluation together.
         timeout: seconds that a transfer waits for its other side.
+        world: as of `backend_for`.
 
     Raises:
         LaunchError: as `choose`; or AUTOPIPE_TRANSPORT is "direct", and two ranks of a host cannot
@@ -155,19 +158,19 @@ def transport_for(
         return local_network(pipelines[0], timeout)[0]
     rank = dist.get_rank()
     stages = next(stages for stages in pipelines if rank in stages)
-    choice = _agree(device)
+    world = world or dist.group.WORLD
+    assert world is not None
+    choice = _agree(device, world)
     if choice.transport == "nccl":
         groups = make_lanes(pipelines, edges, device, timeout=timeout)
         remark = few_queues(len(groups), os.environ)
         if remark is not None:
             print(f"rank {rank}: {remark[0]}\nhint: {remark[1]}", file=sys.stderr, flush=True)
         # A few steps at most use it: a group for each way would cost too many sockets.
-        assert dist.group.WORLD is not None
-        shared = in_one_group(stages, dist.group.WORLD)
-        loading = GlooTransport(stages, rank, shared, owned=False)
+        loading = GlooTransport(stages, rank, in_one_group(stages, world), owned=False)
         return NcclTransport(stages, rank, groups, loading)
     if choice.transport == "direct":
-        links = make_links(pipelines, edges)
+        links = make_links(pipelines, edges, world)
         if not isinstance(links, str):
             far = None
             if links.far:

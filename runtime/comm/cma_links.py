@@ -48,7 +48,11 @@ class Links(NamedTuple):
     far: tuple[Sequence[int], ...]
 
 
-def make_links(pipelines: Sequence[Sequence[int]], edges: Sequence[Edge]) -> Links | str:
+def make_links(
+    pipelines: Sequence[Sequence[int]],
+    edges: Sequence[Edge],
+    world: dist.ProcessGroup | None = None,
+) -> Links | str:
     """Connect this rank to the ranks of its host with which it exchanges tensors.
 
     Every rank of the world calls it, with the same arguments, at the same point of its program.
@@ -56,6 +60,7 @@ def make_links(pipelines: Sequence[Sequence[int]], edges: Sequence[Edge]) -> Lin
     Args:
         pipelines: for each pipeline (a data-parallel coordinate) the global rank of each stage.
         edges: which stages send to which.
+        world: all ranks, for tensors in host memory; None: the default group is.
 
     Returns:
         The links, on every rank; or, on every rank the same, the reason why there are none.
@@ -63,7 +68,7 @@ def make_links(pipelines: Sequence[Sequence[int]], edges: Sequence[Edge]) -> Lin
     rank, size = dist.get_rank(), dist.get_world_size()
     card, listener = listen()
     cards = [card] * size
-    dist.all_gather_object(cards, card)
+    dist.all_gather_object(cards, card, group=world)
     pairs = [{(stages[edge.source], stages[edge.target]) for edge in edges} for stages in pipelines]
     joined = {pair for found in pairs for pair in found if pair[0] != pair[1]}
     local = {pair for pair in joined if _share_host(cards, pair)}
@@ -80,7 +85,7 @@ def make_links(pipelines: Sequence[Sequence[int]], edges: Sequence[Edge]) -> Lin
         echo = isinstance(error, ConnectionError | TimeoutError)
         problem = echo, f"rank {rank} cannot copy: {error}"
     problems = [problem] * size
-    dist.all_gather_object(problems, problem)
+    dist.all_gather_object(problems, problem, group=world)
     known = [found for found in problems if found is not None]
     if known:
         for wire in wires.values():

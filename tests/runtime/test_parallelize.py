@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 
 import autopipe
 from autopipe import AutopipeError, CaptureError, LaunchError, ModelError, Plan, PlanError
+from tests.support import own_group_worker, warm
+from tests.support.inprocess import machine
 from tests.support.pipes import ZOO, piped, planned, traced_once
 
 CASE = ZOO["gpt"]
@@ -27,6 +29,17 @@ def test_another_number_of_processes() -> None:
         "the plan is for 2 processes, found 1 (this is rank 0, on node 0)"
     )
     assert "torchrun --nproc-per-node 2" in str(refused.value.hint)
+
+
+def test_a_script_may_have_opened_a_group_for_gpus_alone(tmp_path: Path) -> None:
+    """Bug: `No backend type associated with device type cpu` after `init_process_group("nccl")`."""
+    worker = own_group_worker
+    autopipe.plan(
+        worker.model, worker.inputs, loss=worker.loss, cluster=machine(4), batch_size=8,
+        pp=2, dp=2, micro_batches=2,
+    ).save(tmp_path / "plan.json")  # fmt: skip
+    assert warm.spawn(4, [worker.__file__, str(tmp_path)]) == 0
+    assert len([*tmp_path.glob("trained.*")]) == 4
 
 
 def test_a_gpu_that_is_not_there(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
