@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from autopipe.errors import LaunchError, ScheduleError
 from autopipe.planfile.parts import BUCKET_BYTES
@@ -92,6 +92,13 @@ class BucketQueue:
             self._begin(self._buckets[number])
 
 
+def on_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensor, or a copy of it where a group can send it from: NCCL's sends from GPUs alone, and
+    under ZeRO-3 a rank may keep its rows in the host's memory."""
+    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return tensor if tensor.device.type in kinds else tensor.to(kinds[0])
+
+
 def agreed(
     group: dist.ProcessGroup,
     names: Sequence[str],
@@ -105,7 +112,7 @@ def agreed(
     """
     _check_same(group, names, [parameters[name] for name in names])
     here = torch.tensor([name in used for name in names], dtype=torch.uint8)
-    found = here.to(parameters[names[0]].device)
+    found = on_group(here.to(parameters[names[0]].device), group)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return [name for name, is_used in zip(names, found.tolist(), strict=True) if is_used]
 
@@ -124,7 +131,7 @@ def _check_same(
     """Refuse ranks that would add up different parameters."""
     known = [(n, tuple(p.shape), p.dtype) for n, p in zip(names, parameters, strict=True)]
     mine = zlib.crc32(repr(known).encode())
-    found = torch.tensor([mine, -mine], device=parameters[0].device)
+    found = on_group(torch.tensor([mine, -mine], device=parameters[0].device), group)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     if found[0] != -found[1]:
         raise LaunchError(

@@ -39,6 +39,7 @@ from autopipe.runtime.parameters.buckets import (
     BucketQueue,
     agreed,
     by_group,
+    on_group,
     summed_in,
     unexpected,
 )
@@ -95,9 +96,16 @@ def all_reduce(bucket: Bucket) -> Callable[[], object]:
     sizes = [parameter.numel() for parameter in bucket.parameters]
     for parameter, part in zip(bucket.parameters, torch.split(flat, sizes), strict=True):
         parameter.grad = part.view(parameter.shape)
-    work = dist.all_reduce(flat, group=bucket.group, async_op=True)
+    summed = on_group(flat, bucket.group)
+    work = dist.all_reduce(summed, group=bucket.group, async_op=True)
     assert work is not None
-    return lambda: work.wait()
+
+    def end() -> None:
+        work.wait()
+        if summed is not flat:
+            flat.copy_(summed)
+
+    return end
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

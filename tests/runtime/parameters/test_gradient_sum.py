@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopipe import ScheduleError
-from autopipe.runtime.parameters import buckets
+from autopipe.runtime.parameters import buckets, gradient_sum
 from autopipe.runtime.parameters.gradient_sum import Bucket, GradientSum, all_reduce, total_norm
 from tests.support.zero_told import Stories
 
@@ -65,6 +65,22 @@ def test_in_reverse_order(group: dist.ProcessGroup) -> None:
         [4],
         [3],
     ]
+
+
+def test_gradients_in_host_memory_are_summed_where_the_group_sends_from(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: NCCL was given the rows that ZeRO-3 keeps in host memory. Here another device stands for
+    the GPU, and then a copy for what is on it."""
+    own = torch.ones(2)
+    assert buckets.on_group(own, group) is own
+    with monkeypatch.context() as patched:
+        patched.setattr(dist, "get_backend_config", lambda group: "meta:nccl")
+        assert buckets.on_group(own, group).device.type == "meta"
+    monkeypatch.setattr(gradient_sum, "on_group", lambda tensor, group: 2 * tensor)
+    alone = parameter(1, 2)
+    GradientSum({"alone": alone}, {"alone": group}, {}).finish()
+    assert alone.grad is not None and alone.grad.tolist() == [2, 4]
 
 
 def test_buckets(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
