@@ -31,7 +31,6 @@ class Metrics:
         mfu: the plan's model FLOPs, for the rows of this step, over what all devices could do at
             their peak in these seconds.
         bubble: the share of the step, before its update, for which the mean rank did not compute.
-            None on GPUs, where the host's times are those of queueing.
         peak_bytes: the most bytes of the fullest rank, as counted in the run's first steps
             (`Memory.seen`).
         learning_rate: that of the update, of rank 0's first parameter group.
