@@ -69,7 +69,7 @@ class _AtOnce:
     """Copies on a CPU."""
 
     def room(self, bytes: int) -> Tensor:
-        return torch.empty(bytes, dtype=torch.uint8)
+        return torch.empty(bytes, dtype=torch.uint8, device="cpu")
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> object:
         for target, source in zip(targets, sources, strict=True):
@@ -88,7 +88,7 @@ class _Beside:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def room(self, bytes: int) -> Tensor:
-        return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> object:
         # The copy begins when its source has been computed and its target's memory is free.

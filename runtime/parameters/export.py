@@ -92,7 +92,7 @@ def export(
                 rank = holders[tensor.names[0]]
                 data = whole(tensor.names[0]) if tensor.names[0] in own_names else None
                 if rank != 0:
-                    data = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    data = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     _receive(data, rank, world)
                 assert data is not None
                 raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -36,7 +36,7 @@ def mean_loss(
         counted: whether each loss is a sum, with a count; otherwise it is a mean.
         tp: the number of tensor-parallel ranks that have the same micro-batches.
     """
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(2, dtype=torch.float64, device="cpu")  # whatever a script's default is
     dtype = torch.float32
     if results:
         losses = {k: result[0].cpu() for k, result in results.items()}
@@ -49,13 +49,13 @@ def mean_loss(
         elif counts:
             # Rounded as the mean of this rank's losses. Ranks that take turns at the last stage
             # may have other numbers of micro-batches.
-            sums[0] = torch.as_tensor(weighed / counts, dtype=dtype).double() * counts
+            sums[0] = torch.as_tensor(weighed / counts, dtype=dtype, device="cpu").double() * counts
         sums[1] = counts
     if world is not None:
         dist.all_reduce(sums, group=world)
     # Each tensor-parallel rank has told of the same micro-batches.
     total, divisor = float(sums[0]) / tp, weights.divisor(float(sums[1]) / tp)
-    return (torch.tensor(total, dtype=torch.float64) / divisor).to(dtype), divisor
+    return (sums.new_tensor(total) / divisor).to(dtype), divisor
 
 
 def gathered(
@@ -119,7 +119,7 @@ def _from(source: int, own: list[Tensor], world: dist.ProcessGroup) -> list[Tens
     """Broadcast one rank's tensors; returns them on every rank."""
     specs: list[Any] = [[(tuple(tensor.shape), tensor.dtype) for tensor in own]]
     dist.broadcast_object_list(specs, source, group=world)
-    found = own or [torch.empty(shape, dtype=dtype) for shape, dtype in specs[0]]
+    found = own or [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in specs[0]]
     for number, tensor in enumerate(found):
         found[number] = tensor.contiguous()
         if tensor.numel():

@@ -50,8 +50,8 @@ def check_same_plan(plan: Plan, world: dist.ProcessGroup | None) -> None:
     if world is None:
         return
     digest = hashlib.blake2b(codec.dumps(plan).encode(), digest_size=8).digest()
-    own = torch.tensor([int.from_bytes(digest, "big", signed=True)])
-    gathered = list(torch.empty(len(plan.mesh.places), 1, dtype=own.dtype))
+    own = torch.tensor([int.from_bytes(digest, "big", signed=True)], device="cpu")
+    gathered = list(own.new_empty(len(plan.mesh.places), 1))
     dist.all_gather(gathered, own, group=world)
     for rank, of_rank in enumerate(gathered):
         if not torch.equal(of_rank, gathered[0]):
@@ -87,7 +87,7 @@ def check_all_ended(plan: Plan, world: dist.ProcessGroup | None) -> None:
 
 def _without_batch(call: int) -> Tensor:
     """What a rank says of a call that has no batch, as long as what it says of a step."""
-    return torch.tensor([call, *(0,) * (3 + len(SINCE.numbers))])
+    return torch.tensor([call, *(0,) * (3 + len(SINCE.numbers))], device="cpu")
 
 
 def _heard(plan: Plan, world: dist.ProcessGroup, own: Tensor) -> list[Tensor]:
@@ -97,7 +97,7 @@ def _heard(plan: Plan, world: dist.ProcessGroup, own: Tensor) -> list[Tensor]:
         LaunchError: as `check_same_call`.
         ModelError: as `check_all_ended`.
     """
-    gathered = list(torch.empty(len(plan.mesh.places), len(own), dtype=own.dtype))
+    gathered = list(own.new_empty(len(plan.mesh.places), len(own)))
     dist.all_gather(gathered, own, group=world)
     numbers = [int(of_rank[0]) for of_rank in gathered]
     if END in numbers:
@@ -157,9 +157,8 @@ def check_same(
     except ModelError as error:
         rows, refusal = -1, error
     mark = digest(leaves, None if contents else SOME)
-    gathered = _heard(
-        plan, world, torch.tensor([CALLS.index(call), mark, rows, length, *updates.numbers])
-    )
+    numbers = CALLS.index(call), mark, rows, length, *updates.numbers
+    gathered = _heard(plan, world, torch.tensor(numbers, device="cpu"))
     columns: list[list[int]] = torch.stack(gathered).T.tolist()
     _, marks, rows_of, lengths, began, options, *scaled = columns
     _check_updates(plan, began, options)

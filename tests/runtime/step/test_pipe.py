@@ -194,6 +194,16 @@ def test_one_process_trains(pipe: Pipe) -> None:
         close(parameter.grad, gradient, name, 5e-5)
 
 
+def test_a_default_device_of_a_script_is_not_that_of_the_loss(pipe: Pipe) -> None:
+    """As `torch.set_default_device("cuda")`; here one from which no number can be read."""
+    batch = ZOO["gpt"].inputs(4)
+    expected = pipe.step(batch)
+    with torch.device("meta"):
+        found = pipe.step(batch)
+    close(found, expected)
+    assert found.device.type == "cpu"
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel]
 )
