@@ -68,7 +68,7 @@ def read(
     for file in _files(path):
         with _Stored(file) as stored:
             keys += stored.keys
-            prefix = _prefix(graph, names, stored.keys)
+            prefix = _prefix(graph, stored.keys)
             strangers += strangers_in(graph, stored.keys, prefix)
             for name in names:
                 for key in _stored_names(graph, name, stored.keys, prefix):
@@ -268,7 +268,7 @@ def _read_distributed(
     from autopipe.runtime.parameters.distributed_folder import DistributedFolder
 
     stored = DistributedFolder(path)
-    prefix = _prefix(graph, names, stored.shapes, _DISTRIBUTED)
+    prefix = _prefix(graph, stored.shapes, _DISTRIBUTED)
     found = {name: stored_as(graph, name, stored.shapes, prefix) for name in names}
     keys = {name: key for name, key in found.items() if key is not None}
     shapes = {name: stored.shapes[key] for name, key in keys.items()}
@@ -282,13 +282,11 @@ def _read_distributed(
     return tensors
 
 
-def _prefix(
-    graph: Graph, names: Sequence[str], keys: Collection[str], known: Sequence[str] = PREFIXES
-) -> str:
-    """The prefix of most names."""
+def _prefix(graph: Graph, keys: Collection[str], known: Sequence[str] = PREFIXES) -> str:
+    """The prefix of most of the model's names: a file may have none of those that are read."""
 
     def found(prefix: str) -> int:
-        return sum(stored_as(graph, name, keys, prefix) is not None for name in names)
+        return sum(stored_as(graph, name, keys, prefix) is not None for name in graph.states)
 
     return max(known, key=found)
 

@@ -97,6 +97,15 @@ class Whole(nn.Module):
     """A model that is pickled whole."""
 
 
+def test_a_file_of_a_folder_with_tensors_of_other_ranks_alone(tmp_path: Path) -> None:
+    """Bug: it was said that the model has no 'module.up.bias'."""
+    for name, tensor in prefixed("module.").items():
+        save_file({name: tensor}, tmp_path / f"{name}.safetensors")
+    said: list[str] = []
+    read(tmp_path, GRAPH, ["up.weight"], (), said.append)
+    assert said == [f"{tmp_path}: its names begin with 'module.', which is left out"]
+
+
 def zipped(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("readme.txt", "no weights")
