@@ -18,6 +18,9 @@ from autopipe.rows.row_dims import joined, parted
 from autopipe.runtime.step.microbatches import LossWeights
 from autopipe.stages.bind import Split
 
+_OF_LOSSES = torch.float16, torch.bfloat16, torch.float32, torch.float64
+"""The dtypes of losses: of a rank that has one, the others learn in which it is."""
+
 
 def mean_loss(
     results: Mapping[int, Sequence[Tensor]],
@@ -28,7 +31,7 @@ def mean_loss(
 ) -> tuple[Tensor, float]:
     """The mean loss of the whole batch, a tensor of no dims on the CPU, and its divisor.
 
-    Every rank calls it, and every rank gets both.
+    Every rank calls it, and every rank gets the same: a script may decide by the loss.
 
     Args:
         results: the results of each of its micro-batches, by number, if this rank has the last
@@ -36,8 +39,8 @@ def mean_loss(
         counted: whether each loss is a sum, with a count; otherwise it is a mean.
         tp: the number of tensor-parallel ranks that have the same micro-batches.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device="cpu")  # whatever a script's default is
-    dtype = torch.float32
+    size = 2 + len(_OF_LOSSES)
+    sums = torch.zeros(size, dtype=torch.float64, device="cpu")  # whatever a script's default is
     if results:
         losses = {k: result[0].cpu() for k, result in results.items()}
         dtype = next(iter(losses.values())).dtype
@@ -51,9 +54,11 @@ def mean_loss(
             # may have other numbers of micro-batches.
             sums[0] = torch.as_tensor(weighed / counts, dtype=dtype, device="cpu").double() * counts
         sums[1] = counts
+        sums[2 + _OF_LOSSES.index(dtype)] = 1.0
     if world is not None:
         dist.all_reduce(sums, group=world)
     # Each tensor-parallel rank has told of the same micro-batches.
+    dtype = _OF_LOSSES[int(sums[2:].argmax())]
     total, divisor = float(sums[0]) / tp, weights.divisor(float(sums[1]) / tp)
     return (sums.new_tensor(total) / divisor).to(dtype), divisor
 

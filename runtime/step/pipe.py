@@ -157,7 +157,7 @@ class Pipe(Kept):
         """Run forward and backward of all micro-batches; returns the mean loss, on every rank.
 
         The loss is a tensor of no dims on the CPU, without a graph, in the dtype of the model's
-        loss on ranks that have the last stage and in float32 on the others.
+        loss.
 
         Afterwards `.grad` of this rank's parameters, on their device, holds the gradient of this
         batch alone, summed over data-parallel ranks and tied copies; its earlier content is gone.

@@ -1,12 +1,19 @@
-"""Outputs of an evaluation are put together from those of micro-batches as the model gives them."""
+"""What every rank gets of a step: the loss, and in an evaluation the outputs as the model gives
+them, put together from those of micro-batches."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopipe
 from autopipe import Pipe
+from autopipe.runtime.step.microbatches import EVEN
+from autopipe.runtime.step.outputs import mean_loss
 from tests.support.inprocess import machine
 
 ROWS, PARTS = 8, 2
@@ -62,3 +69,18 @@ def test_rows_are_in_the_order_in_which_the_model_gives_them() -> None:
         assert torch.equal(found[name], whole[name]), name
     for name in ("bias", "pairs"):
         assert torch.equal(found[name], torch.stack([part[name] for part in parts])), name
+
+
+def test_the_loss_is_the_same_number_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a loss of bf16 was rounded on ranks that have the last stage, and not on the others; a
+    schedule that looks at it, as ReduceLROnPlateau, lowered the rate of one stage alone."""
+    told: list[Tensor] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda sums, group: told.append(sums.clone()))
+    losses = [{0: (torch.tensor(loss, dtype=torch.bfloat16),)} for loss in (1.0, 1.0078125)]
+    of_ranks: list[Any] = [{}, losses[0], {}, losses[1]]  # two replicas of two stages
+    world: Any = "all ranks"
+    for results in of_ranks:
+        mean_loss(results, EVEN, counted=False, tp=1, world=world)
+    monkeypatch.setattr(dist, "all_reduce", lambda sums, group: sums.copy_(sum(told)))
+    means = [mean_loss(results, EVEN, counted=False, tp=1, world=world) for results in of_ranks]
+    assert [(mean.item(), mean.dtype) for mean, _ in means] == [(1.0, torch.bfloat16)] * 4
