@@ -171,7 +171,8 @@ def few_queues(lanes: int, environ: Mapping[str, str]) -> tuple[str, str] | None
         The sentence and the hint; None: there are enough queues.
     """
     needed = lanes + 2
-    queues = int(environ.get("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES))
+    asked = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    queues = int(asked) if asked.isdecimal() else _QUEUES  # CUDA passes over what is no number
     if queues >= needed:
         return None
     return (

@@ -91,7 +91,7 @@ def test_slots_are_taken_in_order() -> None:
                 transport.send(empty, channel, slot)
 
 
-@pytest.mark.parametrize("queues", [None, "8", "1"])
+@pytest.mark.parametrize("queues", [None, "", "8", "1"])
 def test_fewer_queues_than_streams(queues: str | None) -> None:
     """8 by default: 6 lanes, the computation and collectives fit."""
     environ = {} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
