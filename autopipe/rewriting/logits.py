@@ -74,8 +74,8 @@ def _head(flow: Dataflow, loss: Node) -> Head | None:
         return None
     if given.get("label_smoothing"):
         return None
-    if graph.spec(given["target"]).dtype.is_floating_point:
-        return None  # probabilities of all words
+    if graph.spec(given["target"]).dtype != torch.int64:
+        return None  # probabilities of all words, or bytes, which no op gathers by
     node = read_once(flow, given["self"])
     if node is not None and _turns(graph, node):
         between, node = [node], read_once(flow, node.args[0])

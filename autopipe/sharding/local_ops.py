@@ -158,7 +158,10 @@ def _mean(rewriting: Rewriting) -> Node:
 
 @_rewrite("embedding")
 def _embedding(rewriting: Rewriting) -> Node:
-    """Look up rows of a sharded vocabulary; words of other ranks give zeros."""
+    """Look up rows of a sharded vocabulary; words of other ranks give zeros.
+
+    A word that no rank has is refused by `embedding`, as without shards (`_other_ranks`).
+    """
     op, node = rewriting.op, rewriting.node
     w, ids = op["weight"], op["indices"]
     if rewriting.inputs[w].dim != 0 or not rewriting.inputs[w].sharded:
@@ -170,8 +173,9 @@ def _embedding(rewriting: Rewriting) -> Node:
     result = node.outputs[0]
     assert result is not None
     shifted = rewriting.before("own", "sub.Scalar", indices, begin, shape=shape, dtype=dtype)
-    below = rewriting.before("low", "lt.Scalar", shifted, 0, shape=shape, dtype=torch.bool)
-    above = rewriting.before("high", "ge.Scalar", shifted, length, shape=shape, dtype=torch.bool)
+    low, high = _other_ranks(begin, length, op.shape(w)[0], dtype)
+    below = rewriting.before("low", "lt.Scalar", shifted, low, shape=shape, dtype=torch.bool)
+    above = rewriting.before("high", "ge.Scalar", shifted, high, shape=shape, dtype=torch.bool)
     elsewhere = rewriting.before(
         "other", "logical_or.default", below, above, shape=shape, dtype=torch.bool
     )
@@ -189,6 +193,17 @@ def _embedding(rewriting: Rewriting) -> Node:
     return replace(node, op="aten.masked_fill.Scalar", args=(looked_up, mask, 0.0), kwargs={})
 
 
+def _other_ranks(begin: int, length: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The bounds of a rank's own numbers, counted from `begin`: below and from them on are numbers
+    of other ranks.
+
+    Below those of the first rank are none, nor beyond those of the last: what is there is out of
+    bounds for the op that reads it.
+    """
+    limits = torch.iinfo(dtype)
+    return 0 if begin else limits.min, length if begin + length < size else limits.max
+
+
 @_rewrite("cross_entropy_loss")
 def _cross_entropy(rewriting: Rewriting) -> Node:
     """log(sum(exp(x))) - x[target], with the maximum, the sum and the target's x over all ranks.
@@ -196,7 +211,7 @@ def _cross_entropy(rewriting: Rewriting) -> Node:
         most    = the largest x of a row                     largest over the ranks
         sum     = sum of exp(x - most)                       all-reduce
         truth   = x[target] - most, of the rank that has     all-reduce
-                  this class; 0 on the others
+                  this class; 0 on the others (if none has it, `gather` refuses it)
         loss    = log(sum) - truth; 0 for targets that are ignored
 
     Section 3 of Megatron-LM (arXiv:1909.08053). Kept for backward is one tensor of the logits'
@@ -204,7 +219,8 @@ def _cross_entropy(rewriting: Rewriting) -> Node:
     """
     op, node = rewriting.op, rewriting.node
     x, target = node.args[:2]
-    begin, length = part(op.shape(op["self"])[1], rewriting.ranks, rewriting.rank)
+    classes = op.shape(op["self"])[1]
+    begin, length = part(classes, rewriting.ranks, rewriting.rank)
     rows = rewriting.op.model.graph.spec(op["self"]).shape[0]
     wide, block, boolean = torch.float32, (rows, length), torch.bool
     result = node.outputs[0]
@@ -242,8 +258,9 @@ def _cross_entropy(rewriting: Rewriting) -> Node:
     ids = torch.int64
     ignored = before("ignored", "eq.Scalar", target, op["ignore_index"], dtype=boolean)
     shifted = before("own", "sub.Scalar", target, begin, dtype=ids)
-    below = before("low", "lt.Scalar", shifted, 0, dtype=boolean)
-    above = before("high", "ge.Scalar", shifted, length, dtype=boolean)
+    low, high = _other_ranks(begin, length, classes, ids)
+    below = before("low", "lt.Scalar", shifted, low, dtype=boolean)
+    above = before("high", "ge.Scalar", shifted, high, dtype=boolean)
     outside = before("outside", "logical_or.default", below, above, dtype=boolean)
     masked = before("other", "logical_or.default", outside, ignored, dtype=boolean)
     columns = before("columns", "masked_fill.Scalar", shifted, masked, 0, dtype=ids)

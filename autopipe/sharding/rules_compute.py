@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from autopipe.ir.graph import Value, values_in
 from autopipe.ir.op_costs import GROUPED
 from autopipe.planfile.placements import I, P, Placement, S
@@ -205,10 +207,14 @@ def attention(op: Op) -> Iterator[Strategy]:
 
 @rule("cross_entropy_loss")
 def cross_entropy(op: Op) -> Iterator[Strategy]:
-    """Shards of the classes: three small all-reduces instead of gathering all logits."""
+    """Shards of the classes: three small all-reduces instead of gathering all logits.
+
+    Labels of bytes, which torch takes too, are replicated: no op gathers by them.
+    """
     x, target = op["self"], op["target"]
     plain = op["weight"] is None and op["label_smoothing"] == 0 and op["reduction"] != 0
-    if plain and len(op.shape(x)) == 2 and len(op.shape(target)) == 1:
+    labels = len(op.shape(target)) == 1 and op.model.graph.spec(target).dtype == torch.int64
+    if plain and len(op.shape(x)) == 2 and labels:
         for placement in op.shards(x):
             if placement.dim == 1 and placement.segments == 1:
                 yield Strategy({x: placement, target: I}, I)

@@ -64,14 +64,20 @@ def vocabulary_loss(
 
     Returns:
         The loss, a scalar, and the log-sum-exp of each row, for backward.
+
+    Raises:
+        IndexError: a target is no word, as torch says it; on a GPU, where to look would wait for
+            it, the loss is nan.
     """
     rows, targets = _rows(x, weight), target.reshape(-1)
+    unknown = _unknown(targets, ignored, begin, weight.shape[0], axis)
     total = torch.full((rows.shape[0],), -torch.inf, dtype=wide(weight.dtype), device=x.device)
     truth = torch.zeros_like(total)
     for first, logits in _parts(rows, weight, bias, width):
         column, inside = _own_columns(targets, begin + first, logits.shape[1])
         truth += logits.gather(1, column).squeeze(1).masked_fill_(~inside, 0.0)
         total = torch.logaddexp(total, logits.logsumexp(1))
+    truth.masked_fill_(unknown, torch.nan)
     if axis:
         total, truth = _over_ranks(total, truth, axis)
     counting = targets != ignored
@@ -180,6 +186,21 @@ def _own_columns(targets: Tensor, begin: int, width: int) -> tuple[Tensor, Tenso
     column = targets - begin
     inside = (column >= 0) & (column < width)
     return column.masked_fill(~inside, 0)[:, None], inside
+
+
+def _unknown(targets: Tensor, ignored: int, begin: int, columns: int, axis: str) -> Tensor:
+    """Which targets [rows] are no words, as far as this rank sees: the first one those below 0, the
+    last one those beyond all columns."""
+    ranks = axis_of(axis) if axis else None
+    unknown = torch.zeros_like(targets, dtype=torch.bool)
+    if begin == 0:
+        unknown |= targets < 0
+    if ranks is None or ranks.rank == ranks.size - 1:
+        unknown |= targets >= begin + columns
+    unknown &= targets != ignored
+    if unknown.device.type == "cpu" and unknown.any():
+        raise IndexError(f"Target {int(targets[unknown][0])} is out of bounds.")
+    return unknown
 
 
 def _over_ranks(total: Tensor, truth: Tensor, axis: str) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Ref, shape_at
 from autopipe.ir.partition import partition
-from autopipe.planfile.placements import I, S, Sharding
+from autopipe.planfile.placements import I, P, S, Sharding
 from autopipe.sharding.collectives import CONVERT
 from autopipe.sharding.local_graph import shard_graph, shardable
 from autopipe.sharding.strategies import possible_in
@@ -82,6 +82,24 @@ def test_a_vocabulary_of_127(ranks: int) -> None:
     found = shard(flow, (), axis(ranks), 2)
     assert found.states["head.weight"] == S(0)
     agrees(trace, model, words(2), found, 2)
+
+
+@pytest.mark.parametrize(("where", "word"), [("tokens", 127), ("tokens", -1), ("labels", -1)])
+def test_a_word_that_no_rank_has_is_refused_as_torch_does(where: str, word: int) -> None:
+    """Bug: each rank took it for another one's: its embedding was zeros, its loss had no logit."""
+    model, batch = Words(), words(2)
+    trace = trace_model(model, words, told_apart)
+    found = shard(analyse(trace.graph), (), axis(2), 2)
+    if where == "tokens":
+        lookup = {"embedding/embedding/0": ((S(0), I), P)}
+        found = Sharding(2, {"embedding.weight": S(0)}, lookup)
+    assert S(0) in found.states.values()
+    batch[where][1, 3] = word
+    (leaves,) = micro_batches(trace, batch, 1)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds|out of range"):
+        one_process(trace, model, leaves, 2)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds|out of range"):
+        step(trace, model, leaves, 2, found)
 
 
 class TwoHeads(nn.Module):

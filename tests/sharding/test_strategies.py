@@ -114,6 +114,11 @@ def told_apart(x: Tensor, **how: object) -> Tensor:
     return F.cross_entropy(x[:, :, 0].reshape(-1, 12), labels.reshape(-1), **how)
 
 
+def told_apart_by_bytes(x: Tensor) -> Tensor:
+    """The same with labels of uint8, which torch takes, and by which it does not gather."""
+    return F.cross_entropy(x[:, 0, 0], (x[:, 0, 1, 0] > 0).byte())
+
+
 def told_in_parts(x: Tensor, w: Tensor, *bias: Tensor, **how: int) -> Tensor:
     """The same of products with w, in parts of 5 words."""
     labels = (x[:, :, 0, 0] > 0).long() * 9
@@ -224,6 +229,7 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
     "cross_entropy": ("cross_entropy_loss", told_apart, (), {"SII"}),
     "ignored": ("cross_entropy_loss", lambda x: told_apart(x, ignore_index=2), (), {"SII"}),
     "summed": ("cross_entropy_loss", lambda x: told_apart(x, reduction="sum"), (), {"SII"}),
+    "labels of bytes": ("cross_entropy_loss", told_apart_by_bytes, (), set()),
     "smoothed": ("cross_entropy_loss", lambda x: told_apart(x, label_smoothing=0.1), (), set()),
     "each": ("cross_entropy_loss", lambda x: told_apart(x, reduction="none"), (), set()),
     "in parts": ("vocabulary_loss", told_in_parts, ((12, 12), (12,)), {"RSSII"}),

@@ -147,6 +147,23 @@ def test_no_word_that_counts() -> None:
     assert parted(nothing, 2)(x, weight) == 0
 
 
+@pytest.mark.parametrize("word", [-1, WORDS])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_target_that_is_no_word_is_refused_as_torch_does(word: int, ranks: int) -> None:
+    """Bug: labels padded with -1, where -100 does not count, gave a loss without their logit."""
+    x, weight, _, target = drawn()
+    target[3] = word
+    with pytest.raises(IndexError, match=f"Target {word} is out of bounds"):
+        whole(target)(x, weight)
+
+    def rank(number: int) -> Tensor:
+        begin, own = number * WORDS // ranks, weight.chunk(ranks)[number]
+        return parted(target, begin=begin, over=TP if ranks > 1 else "")(x, own)
+
+    with pytest.raises(IndexError, match=f"Target {word} is out of bounds"):
+        everywhere(Meeting(ranks), rank)
+
+
 def test_large_logits_do_not_overflow() -> None:
     x, weight, _, target = drawn()
     expected, found = (gradients(loss, 1e4 * x, weight) for loss in (whole(target), parted(target)))
