@@ -16,9 +16,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,13 @@ from autopipe.errors import AutopipeError, CheckpointError, DamagedError
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Place
 from autopipe.runtime.checkpoint import folder as folders
-from autopipe.runtime.checkpoint.content import Content, rank_file, restore, values
+from autopipe.runtime.checkpoint.content import (
+    Content,
+    check_stored,
+    rank_file,
+    restore,
+    values,
+)
 from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.write import RankFile, write
 
@@ -50,6 +57,14 @@ class Loaded:
     step: int
     values: Mapping[str, Any]
     schedule: str | None = None
+
+
+class _Failure(NamedTuple):
+    """Why a rank could not load a checkpoint: whether it is damaged, a sentence, a hint or ""."""
+
+    is_damage: bool
+    sentence: str
+    hint: str
 
 
 @dataclass
@@ -95,7 +110,8 @@ class Checkpoints:
     def load(self, content: Content) -> Loaded | None:
         """Load the newest checkpoint that is whole; the folder itself, if it is a checkpoint.
 
-        Damaged checkpoints are passed over with a line to the user, and renamed.
+        Damaged checkpoints are passed over with a line to the user, and renamed. One of another
+        model, optimizer or schedule is refused on every rank before any has changed a tensor.
 
         Returns:
             The checkpoint; None: the folder has none.
@@ -106,17 +122,9 @@ class Checkpoints:
         paths = self._from_first(self._offered)
         damaged = []
         for number, path in enumerate(paths):
-            stored, error = None, None
-            try:
-                stored = Stored.open(path)
-                restore(content, stored)
-            except (AutopipeError, OSError) as raised:
-                error = raised
-            failure = None
-            if error is not None:
-                hint = getattr(error, "hint", None) or ""
-                failure = isinstance(error, _DAMAGE), _described(error), hint
-            wrong = sorted(each for each in self._everyone(failure) if each is not None)
+            stored, wrong = self._tried(partial(_opened, path, content))
+            if stored is not None and not wrong:
+                _, wrong = self._tried(partial(restore, content, stored))
             if not wrong:
                 assert stored is not None
                 if self._place.rank == 0:
@@ -125,7 +133,6 @@ class Checkpoints:
                 run_values = values(stored, self._place.dp, self._plan.mesh.dp)
                 schedule = stored.manifests[0].training.get("schedule")
                 return Loaded(path, stored.step, run_values, schedule)
-            # Errors other than damage come first: False < True.
             is_damage, sentence, hint = wrong[0]
             if not is_damage:
                 raise CheckpointError(sentence, hint=hint or None)
@@ -140,6 +147,21 @@ class Checkpoints:
                 hint="to begin anew, give another folder",
             )
         return None
+
+    def _tried(self, call: Callable[[], Made]) -> tuple[Made | None, list[_Failure]]:
+        """What a call returns on this rank, and the failures on all ranks; every rank calls it.
+
+        Returns:
+            The result, None if it failed here; the failures, those that are no damage first.
+        """
+        made, failure = None, None
+        try:
+            made = call()
+        except (AutopipeError, OSError) as error:
+            hint = getattr(error, "hint", None) or ""
+            failure = _Failure(isinstance(error, _DAMAGE), _described(error), hint)
+        found = self._everyone(failure)
+        return made, sorted(each for each in found if each is not None)  # False < True
 
     def begin(self, content: Content, step: int, run_values: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint, after `agree` on the one before.
@@ -270,12 +292,12 @@ class Checkpoints:
 
 def recover(folder: Path, keep: int) -> None:
     """Finish or remove the partial folders of earlier runs; one rank calls it, before any saves."""
-    for partial in folders.partials(folder):
-        whole = partial.with_name(partial.name.partition(".")[0])
-        if not whole.exists() and _is_complete(partial):
-            folders.commit(partial, keep)
+    for left in folders.partials(folder):
+        whole = left.with_name(left.name.partition(".")[0])
+        if not whole.exists() and _is_complete(left):
+            folders.commit(left, keep)
         else:
-            folders.remove(partial)
+            folders.remove(left)
 
 
 def _is_complete(partial: Path) -> bool:
@@ -299,6 +321,13 @@ def from_first(make: Callable[[], Made], rank: int, world: dist.ProcessGroup | N
     dist.broadcast_object_list(made, group=world)
     found: Made = made[0]
     return found
+
+
+def _opened(path: Path, content: Content) -> Stored:
+    """A checkpoint that fits a rank's tensors, optimizer and schedule, of which none is changed."""
+    stored = Stored.open(path)
+    check_stored(content, stored)
+    return stored
 
 
 def _described(error: Exception, folder: Path | None = None) -> str:

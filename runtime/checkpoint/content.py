@@ -138,11 +138,11 @@ def _check_named(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Non
             )
 
 
-def restore(content: Content, stored: Stored) -> None:
-    """Load a checkpoint into a rank's tensors, optimizer and schedule.
+def check_stored(content: Content, stored: Stored) -> None:
+    """Refuse, by its manifests, a checkpoint that cannot be loaded; nothing is changed.
 
     Raises:
-        DamagedError: the checkpoint's files have changed since they were written.
+        DamagedError: the manifests have something else where the state of the run is to be.
         CheckpointError: it is of another model, optimizer or schedule.
     """
     there = {name for name, state in stored.chunks if not state}
@@ -151,6 +151,41 @@ def restore(content: Content, stored: Stored) -> None:
             f"{stored.folder} is of another model: it has {strangers[0]!r}, which this one has not",
             hint="give this run a folder of its own",
         )
+    for own in content.own.values():
+        stored.check_fits(own)
+    if content.optimizer is not None:
+        _check_kind(content.optimizer, stored)
+    if content.scheduler is not None:
+        with fence(f"{stored.folder}: the schedule's state"):
+            scheduler_state.check_kind(content.scheduler, stored)
+
+
+def _check_kind(optimizer: Optimizer, stored: Stored) -> None:
+    """Refuse a checkpoint without the state of an optimizer of this class.
+
+    Raises:
+        CheckpointError: names both classes.
+    """
+    kind, stored_kind = type(optimizer).__name__, optimizer_state.kind_of(stored)
+    if stored_kind is None:
+        raise CheckpointError(f"{stored.folder} has no state of an optimizer")
+    if stored_kind != kind:
+        raise CheckpointError(
+            f"{stored.folder} has the state of {stored_kind}, and the optimizer is {kind}",
+            hint="resume with the same optimizer; weights alone can be taken by --weights",
+        )
+
+
+def restore(content: Content, stored: Stored) -> None:
+    """Load a checkpoint into a rank's tensors, optimizer and schedule.
+
+    Args:
+        stored: has passed `check_stored`.
+
+    Raises:
+        DamagedError: the checkpoint's files have changed since they were written.
+        CheckpointError: a state of the optimizer or the schedule does not fit this plan.
+    """
     for own in content.own.values():
         # A replica that the checkpoint does not have takes the first replica's values.
         stored.fill(own, own.replica if (own.name, own.replica) in stored.chunks else "")

@@ -189,24 +189,16 @@ def _saved(stored: Stored) -> list[Mapping[str, Any]]:
 def restore(
     optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor], stored: Stored
 ) -> None:
-    """Load the states of this rank's parameters from a checkpoint into an optimizer.
+    """Load the states of this rank's parameters from a checkpoint into an optimizer of its class.
 
     Raises:
-        DamagedError, CheckpointError: as `Stored.fill`; or the checkpoint is of another optimizer.
+        DamagedError, CheckpointError: as `Stored.fill`; or a state does not fit this plan.
     """
-    kind, stored_kind = type(optimizer).__name__, kind_of(stored)
-    if stored_kind is None:
-        raise CheckpointError(f"{stored.folder} has no state of an optimizer")
-    if stored_kind != kind:
-        raise CheckpointError(
-            f"{stored.folder} has the state of {stored_kind}, and the optimizer is {kind}",
-            hint="resume with the same optimizer; weights alone can be taken by --weights",
-        )
     saved = _saved(stored)
     others = {name: states for of_rank in saved for name, states in of_rank["states"].items()}
     groups = groups_of(optimizer, named)
     _regroup(optimizer, groups, [of_rank["groups"] for of_rank in saved])
-    optimizer.state.update(_beside(groups, saved, kind))
+    optimizer.state.update(_beside(groups, saved, type(optimizer).__name__))
     for group, names in zip(optimizer.param_groups, groups, strict=True):
         counts_on_device = bool(group.get("capturable") or group.get("fused"))
         for name in [name for name in names if name in own]:

@@ -44,6 +44,24 @@ def values(scheduler: LRScheduler) -> Any:
     return plain(scheduler.state_dict(), type(scheduler).__name__)
 
 
+def check_kind(scheduler: LRScheduler, stored: Stored) -> None:
+    """Refuse a checkpoint with the state of a schedule of another class.
+
+    Raises:
+        CheckpointError: names both classes.
+        ValueError: the checkpoint has something else in the class's place.
+    """
+    kind, there = type(scheduler).__name__, stored.manifests[0].training.get("schedule")
+    if there is not None and not (isinstance(there, str) and there.isidentifier()):
+        raise ValueError(f"no schedule is called {there!r}")
+    if there not in (None, kind):
+        raise CheckpointError(
+            f"{stored.folder} has the state of {there}, and the schedule is {kind}",
+            hint="resume with the schedule that the run was started with, or take the checkpoint's "
+            "weights alone by --weights",
+        )
+
+
 def restore(
     scheduler: LRScheduler,
     optimizer: Optimizer | None,
@@ -58,17 +76,8 @@ def restore(
         named: the rank's parameters by name.
 
     Raises:
-        CheckpointError: the checkpoint is of another schedule, or has no state for these groups.
+        CheckpointError: the checkpoint has no state of a schedule, or none for these groups.
     """
-    kind, there = type(scheduler).__name__, stored.manifests[0].training.get("schedule")
-    if there is not None and not (isinstance(there, str) and there.isidentifier()):
-        raise ValueError(f"no schedule is called {there!r}")
-    if there not in (None, kind):
-        raise CheckpointError(
-            f"{stored.folder} has the state of {there}, and the schedule is {kind}",
-            hint="resume with the schedule that the run was started with, or take the checkpoint's "
-            "weights alone by --weights",
-        )
     here = groups_of(scheduler.optimizer if optimizer is None else optimizer, named)
     saved = [
         (_groups(one.training), one.training["scheduler"])
@@ -83,6 +92,7 @@ def restore(
     saved = [one for one in saved if one[0] == here][:1] or saved
     owners = [groups for groups, _ in saved]
     regrouping = _Regrouping(here, owners, origins(here, owners), stored.folder)
+    kind = type(scheduler).__name__
     state = regrouping.value(kind, values(scheduler), [state for _, state in saved])
     scheduler.load_state_dict(like(scheduler.state_dict(), state))
 

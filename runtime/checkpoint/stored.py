@@ -104,6 +104,26 @@ class Stored:
                 every.setdefault(name, []).append(state)
         return every
 
+    def check_fits(self, own: OwnTensor, state: str = "") -> None:
+        """Refuse a tensor that the manifests do not have, or have in another shape.
+
+        Args:
+            own, state: as `fill` has them.
+
+        Raises:
+            CheckpointError: names the tensor, and both shapes.
+        """
+        chunks = self.chunks.get((own.name, state), ())
+        label = own.name if not state else f"{own.name}/{state}"
+        if not chunks and own.pieces:
+            raise CheckpointError(f"{self.folder} has no {label!r}")
+        for _, chunk in chunks:
+            if chunk.shape != own.shape:
+                raise CheckpointError(
+                    f"{self.folder}: {label!r} has the shape {list(chunk.shape)}, in the model "
+                    f"{list(own.shape)}"
+                )
+
     def fill(self, own: OwnTensor, state: str = "", into: Tensor | None = None) -> None:
         """Read a rank's elements of a tensor, or of an optimizer's state for it.
 
@@ -117,17 +137,9 @@ class Stored:
             CheckpointError: the tensor is not in the checkpoint, or has another shape there.
         """
         target = own.tensor if into is None else into
-        chunks = self.chunks.get((own.name, state), ())
-        label = own.name if not state else f"{own.name}/{state}"
-        if not chunks and own.pieces:
-            raise CheckpointError(f"{self.folder} has no {label!r}")
+        self.check_fits(own, state)
         missing = sum(prod(piece.shape) for piece in own.pieces)
-        for rank, chunk in chunks:
-            if chunk.shape != own.shape:
-                raise CheckpointError(
-                    f"{self.folder}: {label!r} has the shape {list(chunk.shape)}, in the model "
-                    f"{list(own.shape)}"
-                )
+        for rank, chunk in self.chunks.get((own.name, state), ()):
             boxes = [
                 box
                 for stored_piece in chunk.pieces
@@ -139,6 +151,7 @@ class Stored:
                 for box in boxes:
                     _copy(target, block, first, box)
         if missing:
+            label = own.name if not state else f"{own.name}/{state}"
             raise DamagedError(f"{self.folder}: {label!r} lacks {missing} elements")
 
     def number(self, name: str, state: str) -> Tensor:

@@ -276,9 +276,16 @@ def test_another_model(run: Run) -> None:
 
 
 def test_another_optimizer(run: Run) -> None:
+    """It is refused before anything is loaded: a script may catch the error and begin anew."""
     other = torch.optim.SGD(run.pipe.parameters(), lr=0.1)
+    own = {name: parameter.data.add_(1).clone() for name, parameter in run.pipe.named_parameters()}
+    for parameter in run.pipe.parameters():
+        other.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
     with pytest.raises(CheckpointError, match="has the state of AdamW, and the optimizer is SGD"):
         run.pipe.load(run.folder, other)
+    for name, parameter in run.pipe.named_parameters():
+        assert torch.equal(parameter, own[name]), name
+        assert "momentum_buffer" in other.state[parameter]
 
 
 def test_a_schedule_that_is_left_out_is_said(run: Run, tmp_path: Path) -> None:
