@@ -75,6 +75,18 @@ def towards(address: str) -> str | None:
     return None
 
 
+def own_address(host: str) -> str:
+    """The address of this host from which it talks to another one; sends nothing, as `towards`.
+
+    Raises:
+        OSError: the other one has no address, or no way leads there.
+    """
+    family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])
+
+
 _SIOCGIFADDR = 0x8915
 """Linux's request for the IPv4 address of an interface (netdevice(7))."""
 

@@ -84,6 +84,7 @@ class Guard:
         hub: the connection to the hub.
         token: the word by which the hub knows the run's guards.
         local_rank: the rank's number on its node; the node's first guard prints the verdict.
+        hub_node: the number of rank 0's node.
     """
 
     loop: Loop
@@ -96,6 +97,7 @@ class Guard:
     hub: Connection
     token: str
     local_rank: int
+    hub_node: int
     _program: list[tuple[int, str]] = field(default_factory=list)
     _master: Whereabouts = Whereabouts("rank 0", "before its first step")
     _alive: bool = True
@@ -224,8 +226,9 @@ class Guard:
         self._verdict = verdict
         self.control.send(verdict=verdict["verdict"], rank=verdict["rank"])
         speaks = verdict["kind"] in SPEAKS and verdict["node"] == self.node
-        # If rank 0 is lost, so is its guard, the first of node 0: the second one prints there.
-        first = int(verdict["kind"] == "lost" and verdict["rank"] == self.node == 0)
+        # If rank 0 is lost, so is its guard, the first of its node: the second one prints there.
+        there = self.node == self.hub_node
+        first = int(verdict["kind"] == "lost" and verdict["rank"] == 0 and there)
         if self.local_rank == first and not speaks:
             say(f"error: {verdict['verdict']}")
 
@@ -239,7 +242,7 @@ class Guard:
         if self._acknowledged or not self._alive:
             return
         text = str(Cause(self.loop.clock, "lost", 0, self._master, why))
-        self._learn({"verdict": text, "kind": "lost", "rank": 0, "node": 0})
+        self._learn({"verdict": text, "kind": "lost", "rank": 0, "node": self.hub_node})
         self._end()
 
     def _end_the_rank(self, seconds: float) -> None:
@@ -322,6 +325,7 @@ def main(config: Message) -> None:
         hub=Connection(to_hub),
         token=config["token"],
         local_rank=config["local_rank"],
+        hub_node=config["hub_node"],
     )
     while not (guard.done() and (hub is None or hub.done())):
         loop.turn()

@@ -296,7 +296,7 @@ def watch(store: Store, *, rank: int, size: int, node: int, local_rank: int, hos
     try:
         if rank == 0:
             listener = _listen(host)
-            address = [host, listener.getsockname()[1], secrets.token_hex(16)]
+            address = [host, listener.getsockname()[1], secrets.token_hex(16), node]
         else:
             address = json.loads(store.get(KEY))
         # If there is no address, rank 0 has printed why.
@@ -340,8 +340,8 @@ def _start(config: Message, address: Sequence[object], listener: socket.socket |
             pass_fds=tuple(files.values()),
         )
         kept.pop_all()
-        host, port, token = address
-        config = {**config, **files, "pid": os.getpid(), "host": host, "port": port, "token": token}
+        config = {**config, **files, "pid": os.getpid()}
+        config |= zip(("host", "port", "token", "hub_node"), address, strict=True)
         assert sidecar.stdin is not None
         with sidecar.stdin as file:
             file.write(json.dumps(config).encode())

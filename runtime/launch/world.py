@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from autopipe.errors import LaunchError
+from autopipe.runtime.launch import address as addresses
 from autopipe.runtime.launch.address import check_interfaces, listening, resolve, towards
 from autopipe.runtime.launch.attempt import of_this_attempt
 from autopipe.runtime.launch.spawn import cores
@@ -246,7 +247,7 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
     limit = timedelta(seconds=timeout)
     # As in torch's own rendezvous: with this variable the agent holds the store, not rank 0.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    planned = world if rank is None else replace(world, rank=rank)
+    planned = world if rank is None else as_planned(world, rank)
     with _gloo_over(device), _group_ended():
         with listening(world.master_port):
             tcp = dist.TCPStore(  # type: ignore[attr-defined]  # public all the same
@@ -264,6 +265,16 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
                 "gloo", store=store, rank=planned.rank, world_size=world.size, timeout=limit
             )
             yield watchdog
+
+
+def as_planned(
+    world: World, rank: int, own_address: Callable[[str], str] = addresses.own_address
+) -> World:
+    """A process's place if the plan gives it another rank: the plan may begin on another node than
+    the launcher, and its rank 0 then listens at that node's own address towards the launcher's."""
+    moved = rank == 0 != world.rank and world.local_size < world.size
+    host = own_address(world.master_addr) if moved else world.master_addr
+    return replace(world, rank=rank, master_addr=host)
 
 
 @contextmanager

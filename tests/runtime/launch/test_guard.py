@@ -224,7 +224,7 @@ def test_a_rank_that_leaves_too_early(after: Callable[[str], Ended]) -> None:
 
 def test_no_rank_0_to_be_found(tmp_path: Path) -> None:
     """The port of rank 0's sidecar is behind a firewall: the run goes on without a watchdog."""
-    (tmp_path / "autopipe.watchdog").write_text('["127.0.0.1", 1, "token"]')
+    (tmp_path / "autopipe.watchdog").write_text('["127.0.0.1", 1, "token", 0]')
     (tmp_path / "0.pid").touch()  # as if rank 0 had come
     rank_1_of_2 = ("1", "2", "0", "1", "127.0.0.1")
     found = subprocess.run(

@@ -9,7 +9,15 @@ import pytest
 
 from autopipe.errors import LaunchError
 from autopipe.runtime.launch import world as launch
-from autopipe.runtime.launch.world import World, check_world, interface, tasks_per_node, world_from
+from autopipe.runtime.launch.address import own_address
+from autopipe.runtime.launch.world import (
+    World,
+    as_planned,
+    check_world,
+    interface,
+    tasks_per_node,
+    world_from,
+)
 from tests.support import warm
 
 TORCHRUN = {
@@ -229,6 +237,20 @@ def test_a_host_that_would_announce_its_loopback() -> None:
     assert interface(world, {"GLOO_SOCKET_IFNAME": "eth0"}, debian.__getitem__) is None
     simulated = {**debian, "node0": "127.0.0.1"}  # all "nodes" are this host
     assert interface(world, {}, simulated.__getitem__) is None
+
+
+def test_a_plan_that_begins_on_another_node() -> None:
+    """Its rank 0 has the hub of the watchdog: the others find it where that node is.
+
+    Bug: they looked for it on the launcher's first node, and all ran without a watchdog.
+    """
+    ways = {"node0": "10.0.0.2"}.__getitem__  # from each node to node0
+    second = World(2, 4, 0, 2, 1, "node0", 29500)
+    assert as_planned(second, 0, ways) == World(0, 4, 0, 2, 1, "10.0.0.2", 29500)
+    assert as_planned(second, 3, ways) == World(3, 4, 0, 2, 1, "node0", 29500)
+    first = World(0, 4, 0, 2, 0, "node0", 29500)
+    assert as_planned(first, 0, ways) == first
+    assert own_address("127.0.0.1") == "127.0.0.1"
 
 
 # --- the process group
