@@ -46,6 +46,8 @@ def _difference(
         )
     differing, first, begins = 0, None, 0
     for a, b in zip(windows(one, mine), windows(other, theirs), strict=True):
+        if not a.numel():
+            continue
         differing_rows = (_bits(a) != _bits(b)).view(a.numel(), -1).any(1).nonzero().flatten()
         if len(differing_rows) and first is None:
             first = begins + int(differing_rows[0])

@@ -64,7 +64,7 @@ def rank_file(
             own.aliases,
         )  # fmt: skip
         for own in content.own.values()
-        if own.writes and own.pieces
+        if own.written
     ]
     states, training = _trained(content)
     tensors += [replace(w, tensor=_on_cpu(w.tensor)) for w in states if w.state]

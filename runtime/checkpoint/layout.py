@@ -72,6 +72,16 @@ class OwnTensor:
     moves: bool = False
     replica: str = ""
 
+    @property
+    def leads(self) -> bool:
+        """Whether the rank has the first element of the whole tensor, or that has no elements."""
+        return leads(self.pieces) or not prod(self.shape)
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank writes something of the tensor; of an empty one its name and shape."""
+        return self.writes and (bool(self.pieces) or not prod(self.shape))
+
     def take(self, whole: Tensor) -> None:
         """Copy this rank's elements out of a whole tensor."""
         whole = whole.reshape(self.shape or (1,))

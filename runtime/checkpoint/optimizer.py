@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from autopipe.errors import CheckpointError, DamagedError
 from autopipe.ir.tensors import tensors_in
 from autopipe.planfile.placements import I
-from autopipe.runtime.checkpoint.layout import OwnTensor, leads, pieces_of_rank
+from autopipe.runtime.checkpoint.layout import OwnTensor, pieces_of_rank
 from autopipe.runtime.checkpoint.manifest import NAMES, Chunk
 from autopipe.runtime.checkpoint.plain import fence, like, plain
 from autopipe.runtime.checkpoint.stored import Stored
@@ -89,7 +89,7 @@ def values(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) -> 
         for name, parameter in named.items()
         if name in own
         if (numbers := _no_tensors(optimizer.state.get(parameter, {}), f"{kind}.state[{name!r}]"))
-        if own[name].writes and leads(own[name].pieces)
+        if own[name].writes and own[name].leads
     }
     beside = {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)}
     found = {"kind": kind, "groups": groups, "states": others}
@@ -268,7 +268,7 @@ def _written(
     counts = key in _COUNTERS and state.numel() == 1
     data = state.reshape(1) if state.ndim == 0 else state
     if counts or (state.ndim == 0 and parameter.ndim > 0):
-        if not (own.writes and leads(own.pieces)):
+        if not (own.writes and own.leads):
             return None
         return Written(own.name, key, NUMBER, state.reshape(1), tuple(state.shape), ())
     if state.shape == parameter.shape:
