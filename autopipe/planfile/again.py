@@ -97,7 +97,9 @@ def block_of(name: str, paths: Collection[str]) -> str:
 
 def within(path: str, name: str) -> str:
     """A node's name without the path of the block that it is in: `attn/softmax/0`, `/add/0`."""
-    return name.replace(f"{path}.", "").removeprefix(path)
+    # Not `0.` within `0.10.fc`, nor behind another part of a path: `h.0` in `h.0.h.0.fc`.
+    inside = re.sub(rf"(?<![\w.]){re.escape(path)}\.", "", name)
+    return inside.removeprefix(path) if name.startswith(f"{path}/") else inside
 
 
 def named(path: str, op: str) -> str:
@@ -168,7 +170,7 @@ def _word(name: str, attending: Collection[str]) -> str:
     if op == "mul":
         return "gated products"
     place = _last(module)
-    if op in PRODUCTS and place:
+    if op in PRODUCTS and place and not place.isdigit():
         return place
     return f"{place}'s {op}" if place else op
 

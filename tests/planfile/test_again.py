@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopipe.planfile.again import Repeated, folded, repeated, words
+from autopipe.planfile.again import Repeated, folded, named, repeated, within, words
 from autopipe.planfile.parts import BlockClass
 from tests.support.plans import example_plan
 
@@ -21,12 +21,29 @@ PATHS = tuple(f"h.{number}" for number in range(12))
         (("norm1/layer_norm/0", "norm2/pow/0"), "norms"),
         (("mlp/silu/0", "mlp/mul/0"), "activations and gated products"),
         (("q/linear/0", "mlp.0/linear/0"), "q and mlp.0"),
+        (("0/linear/0", "1/gelu/0"), "activations and 0's linear"),
         (("/add/0", "up/linear/0", "mlp/gelu/0"), "add, activations and up"),
         (("norm1/layer_norm/0>R", "out/linear/0/[out.weight]>R"), "what is exchanged"),
     ],
 )
 def test_words(ops: tuple[str, ...], expected: str) -> None:
     assert words(ops) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "op"),
+    [
+        ("h.3", "h.3.up/linear/0", "up/linear/0"),
+        ("h.3", "h.3/add/0", "/add/0"),
+        ("0", "0.0/linear/0", "0/linear/0"),  # blocks of nn.Sequential, in nn.Sequential
+        ("0", "0.10.up/linear/0", "10.up/linear/0"),
+        ("h.0", "h.0.h.0.up/linear/0", "h.0.up/linear/0"),
+    ],
+)
+def test_a_node_within_its_block(path: str, name: str, op: str) -> None:
+    """Bug: the block's path was cut out wherever it stood: `0.10.up` within `0` became `1up`."""
+    assert within(path, name) == op
+    assert named(path, op) == name
 
 
 def test_blocks_are_told_together_by_what_runs_again_of_them() -> None:
