@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -124,7 +125,7 @@ def _of_plan(path: str, model: str | None, precision: str | None, others: list[s
         words = ", ".join(f"--{name.replace('_', '-')}" for name in others)
         raise AutopipeError(
             f"{path} is a plan, which decides how to split, and {words} was given as well",
-            hint=f"autopipe check {path}; or plan again with {words}",
+            hint=f"autopipe check {shlex.quote(path)}; or plan again with {words}",
         )
     loaded = Plan.load(path)
     say_edits(loaded)

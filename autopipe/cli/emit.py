@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -41,5 +42,6 @@ def emit(
         force=force,
     )
     processes = len(loaded.mesh.places)
-    say(f"run it: torchrun --nproc-per-node {processes} {output / 'train.py'}")
+    script = shlex.quote(str(output / "train.py"))
+    say(f"run it: torchrun --nproc-per-node {processes} {script}")
     print(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -114,7 +115,7 @@ def export(
     if to not in known:
         raise AutopipeError(
             f"--to: expected one of {', '.join(known)}, found {to!r}",
-            hint=f"autopipe export {plan} --to torchrun",
+            hint=f"autopipe export {shlex.quote(str(plan))} --to torchrun",
         )
     if to not in LAUNCHERS:
         _refuse(to, "launchers", given(job) | ({"run": run} if run else {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -24,12 +25,12 @@ def init(
     if file.is_dir():
         raise AutopipeError(
             f"{file}: expected the name of a file to write, found a folder",
-            hint=f"autopipe init {file / 'model.py'}",
+            hint=f"autopipe init {shlex.quote(str(file / 'model.py'))}",
         )
     if file.suffix != ".py":
         raise AutopipeError(
             f"{file}: expected a name that ends in .py, as `autopipe plan` asks of a model file",
-            hint=f"autopipe init {file.with_suffix('.py')}",
+            hint=f"autopipe init {shlex.quote(str(file.with_suffix('.py')))}",
         )
     if file.exists() and not force:
         raise AutopipeError(
@@ -38,5 +39,5 @@ def init(
         )
     check_folder(file)
     atomic_file.write(template(file.name), file)
-    say(f"next: autopipe plan {file}")
+    say(f"next: autopipe plan {shlex.quote(str(file))}")
     print(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,8 +84,8 @@ def _recorded(folder: Path) -> Recording:
     if is_one(folder) or checkpoints_in(folder):
         raise AutopipeError(
             f"{folder} has checkpoints; a report is of a plan, or of what a run has recorded",
-            hint=f"autopipe checkpoint info {folder}; or autopipe run plan.json --record FOLDER, "
-            "and then autopipe report FOLDER",
+            hint=f"autopipe checkpoint info {shlex.quote(str(folder))}; or "
+            "autopipe run plan.json --record FOLDER, and then autopipe report FOLDER",
         )
     return recorded.load(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,7 +82,7 @@ def simulate(
     if svg is not None and what is None:
         raise AutopipeError(
             "--svg makes one picture, and no schedule was named",
-            hint=f"autopipe simulate 1f1b --svg {svg}",
+            hint=f"autopipe simulate 1f1b --svg {shlex.quote(str(svg))}",
         )
     check_file(svg)
     if what is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +121,8 @@ def load(folder: Path) -> Recording:
     if not path.is_file():
         raise AutopipeError(
             f"{folder} has no {PLAN}, so it is no folder of a run's",
-            hint=f"autopipe run plan.json --record {folder}; or autopipe report plan.json",
+            hint=f"autopipe run plan.json --record {shlex.quote(str(folder))}; "
+            "or autopipe report plan.json",
         )
     plan = Plan.load(path)
     measured, trace = folder / MEASURED, folder / TRACE

@@ -286,6 +286,16 @@ def test_init_plan_run(autopipe: Shell) -> None:
     assert float(last) < float(first)
 
 
+def test_a_command_to_copy_has_names_as_a_shell_takes_them(autopipe: Shell) -> None:
+    """After a command, and in hints."""
+    said = autopipe("init", "my model.py")
+    assert said.err == "next: autopipe plan 'my model.py'\n"
+    Path("run 1").mkdir()
+    assert "--record 'run 1'; or" in autopipe("report", "run 1").error
+    said = autopipe("simulate", "--svg", "a step.svg")
+    assert said.error.endswith("autopipe simulate 1f1b --svg 'a step.svg'")
+
+
 def test_init_replaces_nothing(autopipe: Shell) -> None:
     assert autopipe("init", "net.py").error == (
         "net.py is there already\n\nhint: another name, or --force, which replaces it"

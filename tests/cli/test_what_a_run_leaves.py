@@ -80,5 +80,6 @@ def test_a_seed_that_torch_has_not(seed: str, autopipe: Shell) -> None:
 
 def test_emitted_files_refuse_a_folder_before_they_train(autopipe: Shell) -> None:
     autopipe.plan(1, "--batch", "4")
-    assert autopipe("emit", "plan.json", "-o", "out").code == 0
-    assert "cli.check_file(trace)" in Path(autopipe.folder / "out/train.py").read_text()
+    said = autopipe("emit", "plan.json", "-o", "my files")
+    assert "run it: torchrun --nproc-per-node 1 'my files/train.py'\n" in said.err
+    assert "cli.check_file(trace)" in Path(autopipe.folder / "my files/train.py").read_text()

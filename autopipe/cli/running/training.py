@@ -5,6 +5,7 @@ It imports torch, which the process that starts ranks does not load.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 from autopipe.cli.running.options import CheckpointOptions, Outputs, TrainingOptions
@@ -126,4 +127,5 @@ def _end_record(measured: Measured, outputs: Outputs) -> None:
     if outputs.record is not None:
         figures = measured.stages, measured.step_seconds, measured.bubbles
         recorded.end(outputs.record, *figures)
-        say(f"{outputs.record}: the record; `autopipe report {outputs.record}` shows it")
+        shown = shlex.quote(str(outputs.record))
+        say(f"{outputs.record}: the record; `autopipe report {shown}` shows it")
