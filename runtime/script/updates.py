@@ -39,7 +39,7 @@ from autopipe.runtime.script.drawn import WIDTH as OF_DRAWN
 from autopipe.runtime.script.drawn import DrawnNumbers
 from autopipe.runtime.script.lent import Untrained
 from autopipe.runtime.script.own_numbers import WIDTH, OwnNumbers, Scale, numbers
-from autopipe.runtime.script.part_changes import PartChanges
+from autopipe.runtime.script.part_changes import PartChanges, check_rates
 
 NONE, OWN, OF_OTHERS = 0, 1, 2
 """Whether an optimizer has begun a step, and whether one of this rank's parameters."""
@@ -85,6 +85,7 @@ class Updates:
             for name, one in model.named_parameters()
             if name in trained and trained[name] is not one
         }
+        self._shapes = {name: one.shape for name, one in model.named_parameters()}
         self._own, self._weights = dict(trained), PartChanges(clipping.parted, "weight")
         self._stepped: set[int] = set()
         self._own_numbers = OwnNumbers(plan)
@@ -130,6 +131,8 @@ class Updates:
             )
         if optimizer not in self._known:
             self._known.add(optimizer)
+            if self._plan.parted:
+                check_rates(optimizer, self._trained, self._shapes)
             if unclear := self._check_kind(optimizer):
                 self._unclear[optimizer] = unclear
         self._clipping.check()

@@ -1,4 +1,4 @@
-"""A gradient or a weight of which a rank has a part, changed by a mean or a norm of that part.
+"""A gradient or a weight of which a rank has a part, changed by a number of that part.
 
 It is refused.
 What a script does to each entry by itself is right on parts too.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autopipe import ModelError
-from autopipe.runtime.script.part_changes import PartChanges
+from autopipe.runtime.script.part_changes import PartChanges, check_rates
 
 STEPS = 4
 
@@ -113,3 +113,66 @@ def test_each_entry_by_itself(change: str, dims: list[int]) -> None:
 
 def test_where_a_rank_has_all_of_it() -> None:
     assert told(centred, []) == STEPS
+
+
+def pruned(cut: Callable[[Tensor], Tensor]) -> bool:
+    """Whether zeros are refused that this writes in place of the smallest of four parts."""
+    generator = torch.Generator().manual_seed(0)
+    names = [f"layers.{n}.weight" for n in range(4)]
+    weights = {name: torch.randn(40, 30, generator=generator) for name in names}
+    changes = PartChanges(dict.fromkeys(names, [0]), "weight")
+    changes.note(weights)
+    for one in weights.values():
+        one *= cut(one)
+    try:
+        changes.check(weights)
+    except ModelError as error:
+        assert "set to 0 where they are smallest, a share of" in str(error)
+        return True
+    return False
+
+
+def test_pruning_by_a_median_or_a_quantile_of_a_part() -> None:
+    """The whole weight has another one: of each part it leaves more, or less, than this share."""
+    assert pruned(lambda w: w.abs() >= w.abs().median())
+    assert pruned(lambda w: w.abs() > w.abs().quantile(0.9))
+    assert pruned(lambda w: w.abs() >= w.abs().flatten().topk(100).values[-1])
+
+
+def test_zeros_that_are_no_part_s_choice() -> None:
+    """Below a size that is the same for all; of each four entries the larger two; by chance."""
+    assert not pruned(lambda w: w.abs() >= 0.5)
+    assert not pruned(
+        lambda w: (w.abs().view(-1, 2) == w.abs().view(-1, 2).amax(1, True)).view_as(w)
+    )
+    assert not pruned(lambda w: torch.arange(w.numel()).view_as(w) % 2 == 0)
+
+
+def rates(rate: Callable[[torch.Size], float], whole: dict[str, torch.Size]) -> None:
+    """Look at an optimizer whose rates a script has made of shapes of parts."""
+    parts = {"up": torch.zeros(16, 8), "down": torch.zeros(8, 16), "bias": torch.zeros(16)}
+    groups = [{"params": [p], "lr": rate(p.shape)} for p in parts.values()]
+    names = {id(p): name for name, p in parts.items()}
+    check_rates(torch.optim.SGD(groups, lr=0.1), names, whole)
+
+
+def test_rates_by_the_shape_of_a_part() -> None:
+    """Each rank has half of the bias: 0.1 / 16, and not 0.1 / 32."""
+    rows = {"up": torch.Size([32, 8]), "down": torch.Size([16, 16]), "bias": torch.Size([32])}
+    told = r"go with p.shape\[-1\], of the parts .* has: \[16, 8\] of 'up', which is \[32, 8\]"
+    with pytest.raises(ModelError, match=told) as refused:
+        rates(lambda shape: 0.1 / shape[-1], rows)
+    assert "dict(model.named_parameters())[name].shape" in str(refused.value.hint)
+    rates(lambda shape: 0.1, rows)
+    rates(lambda shape: 0.1 if len(shape) > 1 else 0.01, rows)
+    rates(lambda shape: 0.1 / shape[-1], {**rows, "bias": torch.Size([16])})  # as all of it has
+
+
+def test_rates_that_go_with_parts_and_with_all() -> None:
+    """All are halves: 0.1 / n of a part is 0.2 / 2n. If it is 0.1 / 2n, nobody took the part's."""
+    halves = {"up": torch.Size([32, 8]), "down": torch.Size([16, 16]), "bias": torch.Size([32])}
+    with pytest.warns(
+        UserWarning, match=r"with p.numel\(\).* with the whole shapes, too, as 0.2 of"
+    ):
+        rates(lambda shape: 0.1 / shape.numel(), halves)
+    rates(lambda shape: 0.1 / (2 * shape.numel()) ** 0.5, halves)
