@@ -5,8 +5,8 @@ depends on the cut; lines about a model whose gradients or states do; the nodes 
 compare rows. Graphs run here on made-up weights alone.
 Never found here: the model's weights, stages, plans.
 
-Other rooms use: `loss_grouping.check`, `row_mixing.remark`, `moved_states.remark`,
-`own_backwards.remark`, `one_row.same_with_one_row`, `loss_tail.tail`, `row_dims.groups`,
+Other rooms use: `loss_grouping.check`, `row_mixing.remark`, `moved_states.check`,
+`.remark`, `own_backwards.remark`, `one_row.same_with_one_row`, `loss_tail.tail`, `row_dims.groups`,
 `.rows_dim`, `least_rows.least_rows`, `.or_two`, `.check_rows`.
 
     row_dims       in which dim of a value rows lie, and in which order

@@ -16,8 +16,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopipe.ir.dataflow import Dataflow, analyse, only_writes, written_statistics
-from autopipe.ir.graph import REGION_OP, Graph, Ref, State, Value, values_in
+from autopipe.errors import CaptureError
+from autopipe.ir.dataflow import (
+    Dataflow,
+    analyse,
+    gradient_values,
+    only_writes,
+    written_statistics,
+)
+from autopipe.ir.graph import REGION_OP, Graph, Node, Ref, State, Value, resolve, values_in
+from autopipe.ir.torch_private import views
+from autopipe.rewriting.second_writes import KEEPING_NOTHING
 
 _OVERWRITES = frozenset(("copy_", "fill_", "zero_"))
 
@@ -42,6 +51,35 @@ def remark(graph: Graph) -> str | None:
                 "process accumulates gradients; --micro-batches 1 --dp 1 moves it once in a step"
             )
     return None
+
+
+def check(graph: Graph) -> None:
+    """Refuse a node whose backward reads running statistics that a later batch norm writes.
+
+    Raises:
+        CaptureError: names the statistics, the user's line, and that of the batch norm.
+    """
+    flow = analyse(graph)
+    writers = {
+        flow.root[value]: node for node in graph.nodes for value in written_statistics(node)
+    }  # the last one of each
+    for position, node in enumerate(graph.nodes) if writers else ():
+        own = {flow.root[value] for value in written_statistics(node)}
+        for root in {flow.root[value] for value in node.values()} & writers.keys() - own:
+            last = writers[root]
+            if position < graph.index[last.name] and _keeps(graph, node):
+                raise CaptureError(
+                    f"{node.place}: {node.short}() computes with {root}, which the batch norm at "
+                    f"{last.place} writes afterwards, unseen by autograd: its gradient would be "
+                    "computed from what later micro-batches have written",
+                    hint="compute with a copy: self.norm.running_var.clone()",
+                )
+
+
+def _keeps(graph: Graph, node: Node) -> bool:
+    """Whether autograd may keep what a node reads."""
+    carries = any(Ref(node.name, n) in gradient_values(graph) for n in range(len(node.outputs)))
+    return carries and node.short not in KEEPING_NOTHING and not views(resolve(node.op))
 
 
 def _place(flow: Dataflow, readers: Sequence[int]) -> str:

@@ -67,6 +67,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
         batch_of = examples(inputs, example, specs)
         whole_loss, fingerprinted, if_cut = None, trace.graph, tuple[str, ...]()
         if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
+            moved_states.check(trace.graph)
             fewer = partial(_of_fewer_tokens, request, example, specs)
             loss_grouping.check(trace, batch_of, request.loss, request.loss_over, say, fewer)
             mixing = row_mixing.remark(trace, batch_of)

@@ -1,9 +1,11 @@
-"""Planning names a buffer that each micro-batch moves and the next one computes with."""
+"""Planning names a buffer that each micro-batch moves and the next one computes with, and refuses
+one that a batch norm writes over what backward is to read."""
 
 import pytest
 import torch
 from torch import nn
 
+from autopipe.errors import CaptureError
 from autopipe.rows import moved_states
 from tests.support.odd_models import Net, built, inputs, square
 from tests.support.staged import trace_model
@@ -114,3 +116,50 @@ def test_what_the_next_call_reads_is_named(kind, name):
 @pytest.mark.parametrize("kind", [Statistics, StatisticsOfAllCalls, ForALog, Cache, Clamped])
 def test_what_it_does_not_read_is_not(kind):
     assert moved_states.remark(trace_model(built(kind), inputs, square).graph) is None
+
+
+class WrittenAfterwards(Net):
+    """Backward of `*` reads what the norm has made of its statistics by then: in one process that
+    of its own micro-batch, in a pipeline that of the last one whose forward has run."""
+
+    def begin(self):
+        self.norm = nn.BatchNorm1d(8)
+
+    def inside(self, hidden):
+        return self.norm(self.middle(hidden) * self.norm.running_var)
+
+
+class CopyOfIt(WrittenAfterwards):
+    def inside(self, hidden):
+        return self.norm(self.middle(hidden) * self.norm.running_var.clone())
+
+
+class Added(WrittenAfterwards):
+    """Backward of `-` reads nothing."""
+
+    def inside(self, hidden):
+        return self.norm(self.middle(hidden) - self.norm.running_mean)
+
+
+class WrittenBefore(WrittenAfterwards):
+    def inside(self, hidden):
+        return self.norm(self.middle(hidden)) * self.norm.running_var
+
+
+class CalledTwice(WrittenAfterwards):
+    def inside(self, hidden):
+        return self.norm(self.norm(self.middle(hidden)))
+
+
+def test_statistics_that_backward_reads_are_not_written_afterwards():
+    graph = trace_model(built(WrittenAfterwards), inputs, square).graph
+    with pytest.raises(CaptureError) as error:
+        moved_states.check(graph)
+    assert "mul() computes with [norm.running_var], which the batch norm at " in str(error.value)
+    assert error.value.hint == "compute with a copy: self.norm.running_var.clone()"
+
+
+@pytest.mark.sweep(of=2)
+@pytest.mark.parametrize("kind", [CopyOfIt, Added, WrittenBefore, CalledTwice, Statistics])
+def test_other_statistics_are_taken(kind):
+    moved_states.check(trace_model(built(kind), inputs, square).graph)
