@@ -34,7 +34,8 @@ def flatten(batch: object) -> dict[str, Leaf]:
     """The leaves of a batch by path, in the batch's own order.
 
     Raises:
-        ModelError: a leaf is neither a tensor nor a Python number, text or None.
+        ModelError: a leaf is neither a tensor nor a Python number, text or None; or two leaves
+            have one path.
     """
     leaves: dict[str, Leaf] = {}
     for path, leaf, _ in walk(batch):
@@ -47,6 +48,11 @@ def flatten(batch: object) -> dict[str, Leaf]:
                 f"{f'batch[{path!r}]' if path else 'the batch'} is a {name}; a batch holds "
                 "tensors, numbers, text and None in dicts, tuples, lists and dataclasses",
                 hint=instead,
+            )
+        if path in leaves:
+            raise ModelError(
+                f"two entries of the batch are {path!r}: the keys on the way to each, with dots",
+                hint="name one of them otherwise",
             )
         leaves[path or "0"] = leaf
     return leaves
@@ -149,7 +155,8 @@ def _unflatten(leaves: Mapping[str, tuple[Sequence[str], Any]]) -> Any:
     levels: dict[str, dict[str, Any]] = {}
     kind = ""
     for path, (kinds, leaf) in leaves.items():
-        head, _, rest = path.partition(".")
+        # A key may have dots itself; what is in a single container has no other key.
+        head, _, rest = (path, "", "") if len(kinds) == 1 else path.partition(".")
         kind, *below = kinds or [""]
         levels.setdefault(head, {})[rest] = below, leaf
     tree = {

@@ -48,6 +48,13 @@ def test_a_leaf_that_is_no_tensor_number_or_text_is_refused():
     )
 
 
+@pytest.mark.parametrize("batch", [{"a.b": 1, "a": {"b": 2}}, {"a": {1: 1, "1": 2}}])
+def test_entries_of_one_path_are_refused(batch):
+    """Bug: the model was given the last of them twice."""
+    with pytest.raises(ModelError, match=r"two entries of the batch are 'a\.[b1]': the keys"):
+        flatten(batch)
+
+
 class Pair(NamedTuple):
     first: object
     second: object
@@ -61,6 +68,7 @@ class Pair(NamedTuple):
         ({"a": [1, (2,)], "b": 3}, {("dict", "list"): 1, ("dict", "list", "tuple"): 1, (): 1}),
         ([{0: 1, 2: 3}], {("list", "numbered"): 2}),
         ({"0": 1, "1": 2}, {("dict",): 2}),
+        ({"y.target": 1, "x": 2}, {("dict",): 1, (): 1}),
         (Pair(1, [2]), {("named first second",): 1, ("named first second", "list"): 1}),
     ],
 )
