@@ -76,7 +76,8 @@ def _describe(path: str, leaf: Leaf, other: Leaf, rows: int, other_rows: int) ->
         shape[0], batch_dim = "b", 0
     low = high = None
     if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex and leaf.numel():
-        low, high = int(leaf.min()), int(leaf.max())
+        whole = leaf.long()  # torch has no least of unsigned numbers of 16 bits and more
+        low, high = int(whole.min()), int(whole.max())
     dtype = dtypes.name_of(leaf.dtype)
     return InputSpec(path, tuple(shape), dtype, batch_dim, low, high)
 

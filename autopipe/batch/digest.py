@@ -24,7 +24,7 @@ def digest(leaves: Mapping[str, Leaf], some: int | None = None) -> int:
         if isinstance(leaf, Tensor) and some is not None and leaf.is_cuda:
             found.update(repr(leaf.shape).encode())
         elif isinstance(leaf, Tensor):
-            flat = leaf.detach().cpu().contiguous().flatten()
+            flat = leaf.detach().cpu().resolve_conj().contiguous().flatten()
             # An odd step: one that divides a row would see the same column of each.
             picked = flat if some is None else flat[:: flat.numel() // some | 1].contiguous()
             raw = picked.view(torch.uint8)

@@ -44,6 +44,14 @@ def test_without_a_second_batch_the_first_dim_is_taken_for_the_rows():
     assert spec.shape == ("b", 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32], ids=str)
+def test_numbers_without_a_sign_have_bounds_too(dtype):
+    """Tokens as they lie on disk; torch itself knows no `min` of most of these dtypes."""
+    (spec,) = describe((torch.tensor([[3, 7]] * 2).to(dtype),), None, 2, 3)
+    assert (spec.low, spec.high) == (3, 7)
+    assert int(from_specs([spec], 3)[0].long().min()) == 3
+
+
 REFUSED = {
     "other length": (
         {"x": torch.zeros(2, 5)},
@@ -228,6 +236,8 @@ def test_fingerprints_tell_values_apart():
     assert digest(one) == digest(same) != digest(other)
     half = {"x": torch.ones(3, dtype=torch.bfloat16).expand(2, 3)[:, ::2], "s": torch.tensor(1)}
     assert 0 <= digest(half) < 2**63
+    spectrum = torch.fft.fft(torch.ones(3))
+    assert digest({"x": spectrum.conj()}) == digest({"x": spectrum.conj().resolve_conj()})
 
 
 def test_fingerprints_of_some_values():
