@@ -3,6 +3,7 @@ against it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -43,6 +44,11 @@ def describe(batch: object, other: object | None, rows: int, other_rows: int) ->
 
 
 def _describe(path: str, leaf: Leaf, other: Leaf, rows: int, other_rows: int) -> InputSpec:
+    if isinstance(leaf, float) and not math.isfinite(leaf):
+        raise ModelError(
+            f"inputs({rows})[{path!r}] is {leaf}, and a plan holds finite numbers alone",
+            hint=f"give a tensor of no dims, torch.tensor(float('{leaf}')), or let forward have it",
+        )
     if not isinstance(leaf, Tensor):
         return InputSpec(path, (), "python", None, value=leaf)
     if leaf.layout != torch.strided:

@@ -145,6 +145,16 @@ UNFIT = {
 }
 
 
+def test_an_infinite_number_is_to_be_a_tensor():
+    """Bug: its plan was made, and then no file could hold it."""
+    two, three = ({"x": torch.zeros(rows, 2), "most": float("inf")} for rows in (2, 3))
+    with pytest.raises(
+        ModelError, match="'most'] is inf, and a plan holds finite numbers"
+    ) as found:
+        describe(two, three, 2, 3)
+    assert "torch.tensor(float('inf'))" in str(found.value.hint)
+
+
 def test_a_number_that_changes_is_to_be_a_tensor():
     """The graph has a share that anneals as it was first; a tensor is read in each step."""
     two, three = ({"x": torch.zeros(rows, 2), "beta": 1.0} for rows in (2, 3))
