@@ -171,6 +171,8 @@ class _Recording(TorchFunctionMode):
             return func(*args, **kwargs)
         tensor = _subject(name, args, kwargs)
         unknown, place = self._unknown(tensor), user_lines.here(alone=True)
+        if tensor.is_complex() and name in ("item", "tolist"):  # which no plan holds
+            raise noted(refusals.takes_a_number(place))
         if name == "item" and not self._numbers:
             value = logged_reads.zero(tensor) if unknown else tensor.item()
             self.reads.append(Read(name, _written(value), place, checked=False))

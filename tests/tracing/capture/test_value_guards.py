@@ -235,6 +235,12 @@ def test_what_is_no_finite_number_can_be_written_down(tmp_path):
         check(torch.tensor(torch.inf), lowest)
 
 
+def test_a_complex_number_is_refused_with_its_line():
+    """Bug: its plan was made, and then no file could hold it."""
+    with pytest.raises(CaptureError, match=r"test_value_guards.py:\d+: torch takes a number from"):
+        traced(lambda m, x, h: (m.table * 1j).sum().item() == 6j, real=None)
+
+
 def test_a_micro_batch_that_takes_the_other_branch_is_refused():
     def read(m, x, hidden):
         return bool((x > 0).all())
