@@ -68,6 +68,8 @@ def first_node(
     elif row.what == "buffers":
         node = _reader(graph, row.wrong[0])
         why = f"the buffer {row.wrong[0]!r} differs after it"
+        if not _readers(graph, row.wrong[0]):
+            why = f"neither this node nor any other moves the buffer {row.wrong[0]!r}"
     else:
         names = row.wrong if row.what != "clipped norm" else gradients or row.wrong
         once = [name for name in names if _readers(graph, name) == 1]
