@@ -23,7 +23,7 @@ from autopipe.errors import RowsFixed
 from autopipe.frontend.loss import check_trained
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
-from autopipe.planfile.contents import BATCH
+from autopipe.planfile.contents import BATCH, ROWS
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.costs.tp_degrees import check_degree
 from autopipe.planners.driver import against_eager, against_whole, arguments
@@ -66,10 +66,13 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
         own_backwards.check(trace.graph)
         batch_of = examples(inputs, example, specs)
         whole_loss, fingerprinted, if_cut = None, trace.graph, tuple[str, ...]()
-        if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
-            moved_states.check(trace.graph)
+        cut = min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1
+        pair = len(trace.graph.outputs) == 2 and request.loss_over == ROWS  # or a loss and a figure
+        if cut or pair:
             fewer = partial(_of_fewer_tokens, request, example, specs)
             loss_grouping.check(trace, batch_of, request.loss, request.loss_over, say, fewer)
+        if cut:
+            moved_states.check(trace.graph)
             mixing = row_mixing.remark(trace, batch_of)
             others = (of.remark(trace.graph) for of in (moved_states, own_backwards))
             if_cut = tuple(line for line in (mixing, *others) if line)

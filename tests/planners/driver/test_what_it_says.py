@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autopipe
-from autopipe.errors import InfeasibleError
+from autopipe.errors import InfeasibleError, ModelError
 from autopipe.planners.driver import arguments
 from tests.support.pipes import machine as processes
 
@@ -112,3 +112,18 @@ def test_a_degree_that_divides_nothing_is_refused_before_anything_is_measured(
     monkeypatch.setattr(arguments, "measured", measured)
     with pytest.raises(InfeasibleError, match="^tp=3 was asked for, and no parameter divides"):
         autopipe.plan(Layers, inputs, loss=mean, cluster=processes(3), batch_size=4, tp=3)
+
+
+def test_a_loss_beside_a_figure_is_no_sum_and_count_in_a_single_micro_batch_either() -> None:
+    """Bug: cut into several it was refused, and whole it was divided by the number of rows that
+    were right, without a word."""
+
+    def with_right_ones(made: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        labels = torch.zeros(len(made), dtype=torch.int64)
+        return nn.functional.cross_entropy(made, labels), (made.argmax(1) == labels).sum()
+
+    with pytest.raises(ModelError, match="sum and count of the whole are not those of the halves"):
+        autopipe.plan(
+            Layers, inputs, loss=with_right_ones, cluster=processes(1), batch_size=8,
+            pp=1, dp=1, micro_batches=1,
+        )  # fmt: skip
