@@ -195,13 +195,13 @@ def own_part(checked: CheckedPlan, joined: JoinedRank, traced: Trace) -> RankPar
     Raises:
         PlanError: the plan is of another model, whose first node that differs is named.
     """
-    plan, place, device = checked.plan, joined.place, joined.device
+    plan, place, device, axis = checked.plan, joined.place, joined.device, None
     if plan.mesh.tp > 1:
         shared = shares_memory(device)
         axis = tensor_parallel_axis(plan, place, joined.backend, device, shared=shared)
         collectives.attach(collectives.TENSOR_PARALLEL, axis)
     split = split_as_planned(traced, plan, place.tp, checked.sharding)
-    return RankPart(plan, place, split, checked.placed, device)
+    return RankPart(plan, place, split, checked.placed, device, axis)
 
 
 def own_states(

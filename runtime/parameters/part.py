@@ -12,6 +12,7 @@ import torch
 from autopipe.ir.partition import Stage
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Place
+from autopipe.sharding.collectives import Axis
 from autopipe.stages.bind import Split
 
 
@@ -23,6 +24,7 @@ class RankPart:
         split: the model in training, of this rank's tensor-parallel coordinate, all stages.
         placed: the pipeline rank of each stage.
         device: where this rank's tensors are.
+        axis: its tensor-parallel ranks; None: it has none.
     """
 
     plan: Plan
@@ -30,6 +32,7 @@ class RankPart:
     split: Split
     placed: tuple[int, ...]
     device: torch.device
+    axis: Axis | None = None
 
     @property
     def stages(self) -> tuple[Stage, ...]:

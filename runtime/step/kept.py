@@ -25,6 +25,7 @@ from autopipe.runtime.parameters.model_states import ModelStates
 from autopipe.runtime.script.given_states import GivenStates, PartOfStates, PassedOver, told_to_have
 from autopipe.runtime.step.prepare import Rank
 from autopipe.runtime.step.same_batch import check_same_call
+from autopipe.sharding import collectives
 from autopipe.util import atomic_file
 from autopipe.util.progress import Say
 
@@ -50,12 +51,20 @@ class Kept:
         """
         yield from self._gradients.shards().items()
 
+    def _attach(self) -> None:
+        """Let collectives find this pipe's tensor-parallel ranks; another pipe of this process may
+        have come since."""
+        axis = self._rank.part.axis
+        if axis is not None:
+            collectives.attach(collectives.TENSOR_PARALLEL, axis)
+
     def _meet(self, call: str) -> None:
         """Return when all ranks are at this call; the watchdog knows that this one waits.
 
         Raises:
             LaunchError: they are at different ones.
         """
+        self._attach()
         with self._watchdog.at(self.steps - 1):
             check_same_call(call, self.plan, self._world)
 

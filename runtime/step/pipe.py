@@ -174,6 +174,7 @@ class Pipe(Kept):
                 compared in the first step, some in every one. Or gradients are off, or autocast on.
         """
         check_around("step", self.plan.precision, self.device)
+        self._attach()
         with self._unmoved(self._resumed) as updates, self._watchdog.at(self.steps):
             loss = self._step(batch, sharded, updates or Since())
         self._resumed, self._compared = False, True
@@ -264,6 +265,7 @@ class Pipe(Kept):
             ModelError: as `step`.
         """
         check_around("evaluate", self.plan.precision, self.device)
+        self._attach()
         # Steps use what is made here: no inference tensors. The watchdog is told the last step.
         with torch.inference_mode(False), torch.no_grad(), self._watchdog.at(self.steps - 1):
             return self._evaluate(batch, sharded, outputs)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import autopipe
 from autopipe import AutopipeError, CaptureError, LaunchError, ModelError, Plan, PlanError
-from tests.support import own_group_worker, warm
+from tests.support import own_group_worker, two_pipes_worker, warm
 from tests.support.inprocess import machine
 from tests.support.pipes import ZOO, piped, planned, traced_once
 
@@ -38,6 +38,18 @@ def test_a_script_may_have_opened_a_group_for_gpus_alone(tmp_path: Path) -> None
         worker.model, worker.inputs, loss=worker.loss, cluster=machine(4), batch_size=8,
         pp=2, dp=2, micro_batches=2,
     ).save(tmp_path / "plan.json")  # fmt: skip
+    assert warm.spawn(4, [worker.__file__, str(tmp_path)]) == 0
+    assert len([*tmp_path.glob("trained.*")]) == 4
+
+
+def test_a_script_may_have_pipes_of_unlike_tensor_parallel_degrees(tmp_path: Path) -> None:
+    """Bug: the first pipe summed over the ranks of the second, to another loss without a word."""
+    worker = two_pipes_worker
+    for name, tp in (("halves", 2), ("quarters", 4)):
+        autopipe.plan(
+            worker.model, worker.inputs, loss=worker.loss, cluster=machine(4), batch_size=8,
+            pp=1, tp=tp, dp=4 // tp, micro_batches=2,
+        ).save(tmp_path / f"{name}.json")  # fmt: skip
     assert warm.spawn(4, [worker.__file__, str(tmp_path)]) == 0
     assert len([*tmp_path.glob("trained.*")]) == 4
 
