@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.graph import Arg, Graph, Ref, State, Value
+from autopipe.ir.graph import Arg, Graph, Ref, State, Value, once
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def next_call(path: str, taken: Container[str]) -> str:
     return path
 
 
+@once
 def find_blocks(graph: Graph) -> tuple[Block, ...]:
     """Find the blocks of a graph, in its order; they do not overlap."""
     ranges = _calls(graph)

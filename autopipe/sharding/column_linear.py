@@ -1,4 +1,5 @@
-"""Fuse column-parallel layers with one input into one op, whose backward overlaps its all-reduce.
+"""Fuse column-parallel layers of a block with one input into one op, whose backward overlaps its
+all-reduce.
 
     forward      x ------> x wq', x wk', x wv'                         nothing is sent
     backward     dx = dq wq + dk wk + dv wv    a part of the sum on each rank
@@ -19,7 +20,7 @@ as long as it is there, no other tensor comes into the same memory.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopipe.ir.blocks import Block
 from autopipe.ir.graph import Graph, Node, Ref, State, Value, swap, values_in
 from autopipe.planfile.placements import I, R
 from autopipe.sharding.collectives import CONVERT, axis_of
@@ -147,11 +149,15 @@ def _(x: Tensor) -> None:
     return None
 
 
-def fuse(graph: Graph) -> Graph:
+def fuse(graph: Graph, blocks: Mapping[str, Block]) -> Graph:
     """Fuse all column-parallel layers that share a conversion from I to R into one node.
 
     Only layers whose weights are states are fused: a weight that a node makes may not exist yet.
-    Layers under an autocast of the model stay unchanged.
+    Layers under an autocast of the model stay unchanged. So do layers of several blocks, which cuts
+    divide: each block of a decoder reads the encoder's output, by weights of its own stage.
+
+    Args:
+        blocks: the block of each node that is in one, by the node's name.
     """
     users: dict[Value, list[Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -166,6 +172,8 @@ def fuse(graph: Graph) -> Graph:
         if node.op != CONVERT or node.args[2:4] != (I, R):
             continue
         if not layers or not all(_is_column(graph, node, layer) for layer in layers):
+            continue
+        if len({blocks.get(layer.name) for layer in layers}) > 1:
             continue
         biases = tuple(layer.args[2] for layer in layers if _bias(layer) is not None)
         if len(biases) not in (0, len(layers)):

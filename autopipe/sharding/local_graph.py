@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopipe.ir import check
-from autopipe.ir.blocks import Block
+from autopipe.ir.blocks import Block, find_blocks, owners
 from autopipe.ir.dataflow import Dataflow, analyse, gradient_values, is_random
 from autopipe.ir.graph import (
     Arg,
@@ -90,7 +90,9 @@ def shard_graph(
         nodes=tuple(local.nodes),
         outputs=outputs,
     )
-    return check.after("local_graph", fuse(sharded))
+    inside = owners(find_blocks(graph), 0, len(graph.nodes))
+    blocks = {graph.nodes[position].name: block for position, block in inside.items()}
+    return check.after("local_graph", fuse(sharded, blocks))
 
 
 def blocks_of(graph: Graph, blocks: Sequence[Block]) -> tuple[Block, ...]:

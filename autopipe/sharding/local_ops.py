@@ -219,9 +219,8 @@ def _cross_entropy(rewriting: Rewriting) -> Node:
     """
     op, node = rewriting.op, rewriting.node
     x, target = node.args[:2]
-    classes = op.shape(op["self"])[1]
+    rows, classes = op.model.graph.spec(op["self"]).shape[0], op.shape(op["self"])[1]
     begin, length = part(classes, rewriting.ranks, rewriting.rank)
-    rows = rewriting.op.model.graph.spec(op["self"]).shape[0]
     wide, block, boolean = torch.float32, (rows, length), torch.bool
     result = node.outputs[0]
     assert result is not None

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Graph
+from autopipe.ir.partition import partition
+from autopipe.planfile.placements import S
 from autopipe.sharding import collectives
 from autopipe.sharding.collectives import Planned
 from autopipe.sharding.column_linear import (
@@ -20,9 +23,10 @@ from autopipe.sharding.column_linear import (
     finish_,
 )
 from autopipe.sharding.ilp import shard
-from autopipe.sharding.local_graph import shard_graph
+from autopipe.sharding.local_graph import blocks_of, shard_graph
 from tests.support.simulated import Meeting, axis, everywhere
-from tests.support.staged import traced
+from tests.support.staged import trace_model, traced
+from tests.support.zoo import noise
 
 TP = collectives.TENSOR_PARALLEL
 
@@ -199,3 +203,44 @@ def test_layers_that_share_an_input_are_one_node() -> None:
         node.op == "aten.linear.default" and str(node.args[0]).endswith(">R")
         for node in graph.nodes
     )
+
+
+class Reads(nn.Module):
+    """A block of a decoder: x and what an encoder has made of the batch, each [b, s, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.out = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, encoded: Tensor) -> Tensor:
+        return x + self.out(self.keys(encoded).sigmoid() * self.values(encoded))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.blocks = nn.ModuleList(Reads() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded = self.norm(x)
+        for block in self.blocks:
+            x = block(x, encoded)
+        return x.square().mean()
+
+
+def test_layers_of_several_blocks_stay_apart() -> None:
+    """Bug: keys and values of all blocks were one node in the first, whose stage had their weights
+    and sent a pair of tensors for each later block."""
+    trace = trace_model(Decoder(), lambda rows: (noise(rows, 6, 8),))
+    flow, blocks = analyse(trace.graph), find_blocks(trace.graph)
+    sharding = shard(flow, blocks, axis(2), 2)
+    assert sharding.states["blocks.3.keys.weight"] == S(0)
+    graph = shard_graph(flow, sharding, 0)
+    third = blocks_of(graph, blocks)[2]
+    first, second = partition(analyse(graph), [third.first])
+    for stage, own, others in ((first, "01", "23"), (second, "23", "01")):
+        assert {f"blocks.{n}.keys.weight" for n in own} <= {*stage.states}
+        assert not {f"blocks.{n}.keys.weight" for n in others} & {*stage.states}
+    assert len(second.receives) == 2  # x, and what the encoder has made
