@@ -100,10 +100,11 @@ class Model:
 
     def can_shard(self, value: Value, placement: Placement) -> bool:
         """Whether there is such a dim, and each rank gets a part of it; parts must be equal unless
-        the dim is very long."""
-        if placement.dim >= len(self.shape(value)):
+        the dim is very long. Of a tensor without elements no collective sends parts."""
+        shape = self.shape(value)
+        if placement.dim >= len(shape) or 0 in shape:
             return False
-        size = self.shape(value)[placement.dim]
+        size = shape[placement.dim]
         if divides(size, placement.segments, self.ranks):
             return True
         return placement.segments == 1 and size % BIG != 0 and size >= self.least * self.ranks

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopipe.ir.dataflow import analyse
-from autopipe.ir.graph import REGION_OP
+from autopipe.ir.graph import REGION_OP, State
 from autopipe.ir.opaque_ops import FUNCTION_OP
 from autopipe.planfile.placements import I, P, Placement, R, S
 from autopipe.sharding.op import Model, Op, Strategy
@@ -349,6 +349,14 @@ def test_integers_are_no_partial_sums() -> None:
         P not in strategy.inputs.values()
         for strategy in strategies(Model(analyse(graph), 2), add, lambda value: ())
     )
+
+
+def test_of_nothing_there_are_no_parts() -> None:
+    """A layer of no inputs, as of a data set without optional features: its weight is [8, 0]."""
+    model = Computes(lambda x, w: F.linear(x[..., :0], w) + x[..., :8], (8, 0))
+    graph = trace_model(model, lambda rows: (noise(rows, 4, 8, 12),)).graph
+    facts, weight = Model(analyse(graph), 2), State("weights.0")
+    assert not any(facts.can_shard(weight, S(dim)) for dim in (0, 1))
 
 
 class KeepsTheUpperBits(nn.Module):
