@@ -13,6 +13,7 @@ from autopipe.errors import AutopipeError
 from autopipe.export.job import Launch, check_alike
 from autopipe.export.links import settings
 from autopipe.export.template import shell
+from autopipe.export.words import Words
 from autopipe.util.version import VERSION
 
 
@@ -20,11 +21,18 @@ def script(job: Launch) -> str:
     """The script.
 
     Raises:
-        AutopipeError: nodes differ; or the time limit is shorter than it takes to save before it.
+        AutopipeError: nodes differ; or the time limit is shorter than it takes to save before it;
+            or restarts are asked of srun.
     """
     check_alike(job, "Slurm")
     words = job.words
     style = words.style or "srun"
+    if style == "srun" and words.restarts != Words.restarts:
+        raise AutopipeError(
+            f"--restarts {words.restarts}: srun starts no task again, torchrun does",
+            hint="--style torchrun; or --checkpoints FOLDER, and Slurm requeues the job if a node "
+            "fails",
+        )
     tasks = job.processes[0] if style == "srun" else 1
     return shell(
         "slurm.sh",

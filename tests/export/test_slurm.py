@@ -54,6 +54,13 @@ def test_torchrun_for_each_node() -> None:
     assert '--node-rank "$SLURM_NODEID"' in text and "c10d" not in text
 
 
+def test_only_torchrun_starts_ranks_again() -> None:
+    text = export(GPUS, "slurm", "plan.json", Words(style="torchrun", restarts=7))
+    assert "--max-restarts 7" in text
+    with pytest.raises(AutopipeError, match="--restarts 7: srun starts no task again"):
+        export(GPUS, "slurm", "plan.json", Words(restarts=7))
+
+
 def test_what_it_asks_for_in_time() -> None:
     """Two steps, a minute that Slurm may be late and one to write: 120 s and 2 x 31.5 ms."""
     options = asked(GPUS, SAVES)
