@@ -26,7 +26,7 @@ from autopipe.frontend.loss import Loss
 from autopipe.ir.opaque_ops import COND_OP
 from autopipe.ir.torch_private import fake_mode
 from autopipe.planfile import programs
-from autopipe.planfile.contents import BATCH, Plan, stage_file
+from autopipe.planfile.contents import BATCH, Plan, names_module, stage_file
 from autopipe.rewriting.for_gpus import for_gpus
 from autopipe.schedules import deadlock
 from autopipe.schedules.instructions import Programs, format_programs, holders
@@ -206,7 +206,7 @@ def _from_folder(source: str) -> str:
     path = source.removeprefix(hf_folder.SCHEME)
     if path != source:
         return f'"{hf_folder.SCHEME}" + str(FOLDER / {text(path)})'
-    return text(source) if ":" in source else f"str(FOLDER / {text(source)})"
+    return text(source) if names_module(source) else f"str(FOLDER / {text(source)})"
 
 
 TRAIN = '''\

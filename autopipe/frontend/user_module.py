@@ -30,6 +30,7 @@ from autopipe.frontend import hf_folder, user_lines
 from autopipe.frontend.construct import off_gpus
 from autopipe.onnx_files import source as onnx_source
 from autopipe.onnx_files.module import OnnxModule
+from autopipe.planfile.contents import names_module
 
 OF_FILES = "autopipe_model_"
 """What a model file's name among the loaded modules begins with, before its own."""
@@ -71,9 +72,11 @@ def imported(source: str) -> tuple[Any, str]:
         return hf_folder.as_module(source), "model"
     if source.endswith(".onnx"):
         return onnx_source.as_module(source), "model"
-    name, colon, factory = source.partition(":")
+    name, _, factory = source.partition(":")
     with as_program(source):
-        return _by_name(name) if colon else _by_path(Path(source)), factory or "model"
+        if names_module(source):
+            return _by_name(name), factory or "model"
+        return _by_path(Path(source)), "model"
 
 
 def facts_of(model: nn.Module) -> list[str]:
@@ -88,7 +91,8 @@ def as_program(source: str) -> Iterator[None]:
     file reads have their defaults, and none is taken from autopipe's own command line. Afterwards
     `sys.argv` is as before."""
     before = sys.argv
-    sys.argv = [source.partition(":")[0] or source]
+    name = source.partition(":")[0] if names_module(source) else source
+    sys.argv = [name or source]
     try:
         yield
     finally:
@@ -146,7 +150,7 @@ def check_names(names: Any, source: str) -> None:
     Raises:
         ModelError: says which is meant.
     """
-    if ":" in source:
+    if names_module(source):
         return
     try:
         data = Path(getattr(names, "__file__", None) or "").read_bytes()

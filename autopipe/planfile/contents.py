@@ -301,6 +301,12 @@ def _check_work(plan: Plan, refuse: Refuse) -> None:
     consistency.check_figures({**vars(work), "measured": None, **peaks}, "work.", refuse)
 
 
+def names_module(source: str) -> bool:
+    """Whether a model's source is `package.module:factory` or `hf:FOLDER`, and not a file's path,
+    in which the name of a folder may have a colon too: `2026-11-30T14:30/model.py`."""
+    return ":" in source and not source.endswith((".py", ".onnx"))
+
+
 def stage_file(plan: Plan, stage: int, part: int) -> str:
     """The name of the file that `autopipe emit` writes for a stage, or for a part of one.
 

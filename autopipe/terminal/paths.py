@@ -63,16 +63,20 @@ def check_file(path: Path | None) -> None:
 
 def relative(source: str, folder: Path) -> str:
     """A model file's path relative to the plan's folder, as the plan stores it."""
+    from autopipe.planfile.contents import names_module
+
     if source.startswith(FOLDERS):
         path, mark, query = source.removeprefix(FOLDERS).partition("?")
         return FOLDERS + os.path.relpath(Path(path).expanduser().resolve(), folder) + mark + query
-    if ":" in source and not Path(source).exists():
+    if names_module(source) and not Path(source).exists():
         return source
     return os.path.relpath(Path(source).resolve(), folder)
 
 
 def model_source(plan: Plan, path: Path, command: str) -> str:
     """Find the plan's model file, relative to the folder of the plan file at `path`."""
+    from autopipe.planfile.contents import names_module
+
     if plan.source is None:
         raise PlanError(
             f"plan.source: {path} does not say where its model is",
@@ -80,7 +84,7 @@ def model_source(plan: Plan, path: Path, command: str) -> str:
         )
     if plan.source.startswith(FOLDERS):
         return f"{FOLDERS}{path.resolve().parent / plan.source.removeprefix(FOLDERS)}"
-    if ":" in plan.source:
+    if names_module(plan.source):
         return plan.source
     source = path.resolve().parent / plan.source
     if not _is_file(source):

@@ -56,6 +56,15 @@ def test_one_process_runs_by_itself(autopipe: Shell) -> None:
     assert losses(autopipe("run", "plan.json", "--steps", "3", "--seed", "1")) != losses(said)
 
 
+def test_a_folder_with_a_colon_in_its_name(autopipe: Shell) -> None:
+    """A time, say. Bug: what stands before a colon was taken for the name of a module."""
+    (autopipe.folder / "10:30").mkdir()
+    autopipe.write("10:30/net.py", NET)
+    planned = autopipe("plan", "10:30/net.py", "--cluster", "cpu:1", "--batch", "4")
+    assert (planned.code, planned.out) == (0, "plan.json\n")
+    check_run(autopipe("run", "plan.json", "--steps", "1"), stages=1)
+
+
 def test_gradients_are_clipped_as_the_command_says(autopipe: Shell) -> None:
     """As by `max_grad_norm` in the file, which it comes before; SGD, as Adam knows no scale."""
     sgd = "\ndef optimizer(parameters): return torch.optim.SGD(parameters, lr=10.0)\n"

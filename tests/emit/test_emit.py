@@ -207,13 +207,13 @@ def test_a_module_called_again_with_other_random_numbers() -> None:
 # The folder
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "loaded"),
     [
         ("../net.py", "/plans/out/../net.py"),
         ("../Ann's/net.py", "/plans/out/../Ann's/net.py"),
         ('../5" disk/net.py', '/plans/out/../5" disk/net.py'),
+        ("../10:30/net.py", "/plans/out/../10:30/net.py"),
         ("hf:../gpt2", "hf:/plans/out/../gpt2"),
         ("nets.small:make", "nets.small:make"),
     ],
@@ -235,6 +235,7 @@ def test_where_train_py_finds_the_model(source: str, loaded: str) -> None:
     assert "file.start()" in text  # with the folder's weights: `test_emitted_runs` runs it
 
 
+@pytest.mark.long
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     folder, made = tmp_path / "out", case("gpt", 2)
     folder.mkdir()
