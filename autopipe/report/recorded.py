@@ -106,9 +106,16 @@ def end(
     stages: Sequence[StagePrediction],
     step_seconds: float,
     bubbles: Sequence[float],
+    trace: Path | None = None,
 ) -> None:
-    """Write a run's measured figures to its folder, as a `MeasuredRun`."""
+    """Write a run's measured figures to its folder, as a `MeasuredRun`, and its trace.
+
+    Args:
+        trace: the file of it, in the folder or elsewhere; None: none was written.
+    """
     codec.save(MeasuredRun(tuple(stages), step_seconds, tuple(bubbles)), folder / MEASURED)
+    if trace is not None and trace.resolve() != (folder / TRACE).resolve():
+        atomic_file.write(trace.read_bytes(), folder / TRACE)
 
 
 def load(folder: Path) -> Recording:

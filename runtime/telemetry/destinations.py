@@ -22,6 +22,7 @@ class Destinations:
 
     Attributes:
         file: a file of JSON lines, one object a logged step.
+        record: a second such file, in the run's folder.
         tensorboard: a folder for its event files.
         wandb: a project of W&B's.
     """
@@ -29,6 +30,7 @@ class Destinations:
     file: Path | None = None
     tensorboard: Path | None = None
     wandb: str | None = None
+    record: Path | None = None
 
     def __bool__(self) -> bool:
         return any(where is not None for where in vars(self).values())

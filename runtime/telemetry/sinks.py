@@ -156,6 +156,8 @@ def opened(
     try:
         if to.file is not None:
             sinks[f"--metrics {to.file}"] = JsonLines(to.file, after)
+        if to.record is not None:
+            sinks[f"--record {to.record}"] = JsonLines(to.record, after)
         if to.tensorboard is not None:
             sinks[f"--tensorboard {to.tensorboard}"] = TensorBoard(to.tensorboard, after)
         if to.wandb is not None:

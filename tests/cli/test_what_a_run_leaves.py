@@ -66,6 +66,8 @@ def test_a_model_file_that_changes_the_folder(autopipe: Shell) -> None:
     ran("report", "rec")
     assert not any((here / "data").iterdir())
     assert {path.name for path in here.iterdir()} >= {"t.json", "m.jsonl", "kept", "out", "rec"}
+    for file, copy in (("t.json", "trace.json"), ("m.jsonl", "metrics.jsonl")):
+        assert (here / file).read_text() == (here / "rec" / copy).read_text() != ""
     more = load_file(here / "more.safetensors")
     assert more.keys() == weights.keys()
     assert not torch.equal(more["up.weight"], weights["up.weight"])

@@ -187,16 +187,19 @@ class OutputOptions:
         from autopipe.runtime.telemetry import destinations
 
         snapshot, metrics, trace = None, self.metrics, self.trace
+        also: Path | None = None
         if self.memory_snapshot is not None:
             snapshot = destinations.snapshot_of(self.memory_snapshot, self.record, plan, steps)
         if self.record is not None:
             recorded.begin(self.record, leads=leads, resume=resume)
-            metrics = metrics or self.record / recorded.METRICS
+            also = self.record / recorded.METRICS
+            if metrics is None or metrics.resolve() == also.resolve():
+                metrics, also = also, None
             trace = trace or self.record / recorded.TRACE
         check_file(trace)
         if self.save is not None:
             atomic_file.check_model(self.save)
-        to = destinations.Destinations(metrics, self.tensorboard, self.wandb)
+        to = destinations.Destinations(metrics, self.tensorboard, self.wandb, also)
         if leads:
             destinations.check(to, resume=resume)
         return Outputs(self.save, self.record, trace, to, self.log_every, snapshot)
@@ -208,8 +211,8 @@ class Outputs:
 
     Attributes:
         save: the trained model, at the end.
-        record: the folder that `autopipe report` reads; it has `trace` and the metrics' file too,
-            unless these are asked for elsewhere.
+        record: the folder that `autopipe report` reads; it has a trace and a metrics' file too,
+            also where these are asked for elsewhere.
         log_every: steps from one logged step to the next; None: each is logged.
         snapshot: the step of which GPUs' memory is written down.
     """
@@ -233,6 +236,7 @@ class Outputs:
                 to,
                 file=to.file and as_asked(to.file),
                 tensorboard=to.tensorboard and as_asked(to.tensorboard),
+                record=to.record and as_asked(to.record),
             ),
             snapshot=self.snapshot
             and replace(self.snapshot, folder=as_asked(self.snapshot.folder)),

@@ -126,6 +126,6 @@ def _end_record(measured: Measured, outputs: Outputs) -> None:
     """Write what the run has measured into `--record`'s folder."""
     if outputs.record is not None:
         figures = measured.stages, measured.step_seconds, measured.bubbles
-        recorded.end(outputs.record, *figures)
+        recorded.end(outputs.record, *figures, None if measured.unwritten else outputs.trace)
         shown = shlex.quote(str(outputs.record))
         say(f"{outputs.record}: the record; `autopipe report {shown}` shows it")
