@@ -89,6 +89,7 @@ def simulate(
         schedule_page.check(what, options)
     columns, timelines = paper.width(schedule_page.WIDTH), []
     planned = what is not None and what.endswith(".json")
+    shown = {"planned": planned, "waits": waits, "transfers": transfers}
     steps: list[dict[str, Any]] = []
     for name in [what] if what is not None else SCHEDULES:
         if planned:
@@ -101,11 +102,10 @@ def simulate(
         if json:
             steps.append(as_json.of_timeline(name, timeline))
         else:
-            shown = {"planned": planned, "waits": waits, "transfers": transfers}
             print(schedule_page.describe(name, timeline, columns, **shown), end="\n\n")
         if svg is not None:
             atomic_file.write(pictures.svg(timeline, Path(name).name, planned=planned), svg)
     if json:
         console.show({"steps": steps})
     else:
-        print(schedule_page.key(timelines, columns, planned=planned, waits=waits))
+        print(schedule_page.key(timelines, columns, **shown))

@@ -62,11 +62,15 @@ LETTERS = {
 }
 
 
-def legend(timeline: Timeline, *, waits: bool = False) -> dict[str, str]:
-    """The meanings of the letters in the drawing of this timeline."""
+def legend(timeline: Timeline, *, waits: bool = False, cut: bool = False) -> dict[str, str]:
+    """The meanings of the letters in the drawing of this timeline.
+
+    Args:
+        cut: whether some labels of the drawing are cut off.
+    """
     kinds = {span.instruction.kind for span in timeline.spans}
     meanings = {kind.value: LETTERS[kind] for kind in COMPUTE if kind in kinds}
-    meanings["after them"] = "the number of the micro-batch"
+    meanings["after them"] = "the number of the micro-batch" + ", where it fits" * cut
     most = max(map(len, stages(timeline)), default=1)
     if most == 2:
         meanings["lower case"] = "the second stage of a rank"
@@ -76,6 +80,20 @@ def legend(timeline: Timeline, *, waits: bool = False) -> dict[str, str]:
     if waits:
         meanings["dots"] = "waiting for a transfer or for sums"
     return meanings
+
+
+def is_cut(drawing: str, timeline: Timeline) -> bool:
+    """Whether some label in a drawing of this timeline has less room than it needs."""
+    held = stages(timeline)
+    labels: list[list[str]] = [[] for _ in held]
+    for span in timeline.spans:
+        if span.instruction.kind in COMPUTE:
+            labels[span.rank].append(_label(span.instruction, held[span.rank]))
+    rows = [line.partition(":")[2].split() for line in drawing.splitlines()]
+    return any(
+        [word.rstrip("-") for word in row if word.strip(".")] != own
+        for row, own in zip(rows, labels, strict=False)  # rows of channels stand below
+    )
 
 
 def strip(timeline: Timeline, columns: int, ranks: Sequence[int]) -> str:

@@ -172,11 +172,22 @@ def describe(
     return "\n".join((*(paper.paragraph(line, columns) for line in (head, most)), text))
 
 
-def key(timelines: Sequence[Timeline], columns: int = WIDTH, *, planned: bool, waits: bool) -> str:
-    """The meanings of the letters of these drawings, and the unit of their times."""
+def key(
+    timelines: Sequence[Timeline],
+    columns: int = WIDTH,
+    *,
+    planned: bool,
+    waits: bool,
+    transfers: bool = False,
+) -> str:
+    """The meanings of the letters of these timelines' drawings, and the unit of their times."""
     words: dict[str, str] = {}
+    cut = any(
+        picture.is_cut(drawing(timeline, columns, waits=waits, transfers=transfers), timeline)
+        for timeline in timelines
+    )
     for timeline in timelines:
-        words |= picture.legend(timeline, waits=waits)
+        words |= picture.legend(timeline, waits=waits, cut=cut)
     if not planned:
         words["a unit"] = (
             "that of --forward (1 without it), --backward (2), --latency (0) and --wire (0)"
@@ -262,7 +273,8 @@ def step(plan: Plan, columns: int) -> Drawn | None:
         shown = _largest(few, most, lambda shown: drawn(shown, labels) is not None)  # noqa: B023
         picture_of = drawn(shown, labels) if shown else None
         if picture_of is not None:
-            return Drawn(shown, picture_of, picture.legend(timeline(shown)))
+            cut = picture.is_cut(picture_of, timeline(shown))
+            return Drawn(shown, picture_of, picture.legend(timeline(shown), cut=cut))
     whole_step = timeline(most)
     ranks = range(pp) if pp <= MOST_RANKS else (0, 1, pp - 2, pp - 1)
     meanings = picture.legend(whole_step)

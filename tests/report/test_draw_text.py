@@ -2,7 +2,7 @@
 
 import textwrap
 
-from autopipe.report.draw_text import draw, legend, strip
+from autopipe.report.draw_text import draw, is_cut, legend, strip
 from autopipe.schedules.generators import forward_only, gpipe, interleaved, one_f_one_b, zb_v
 from autopipe.schedules.instructions import parse_programs
 from autopipe.schedules.simulate import Costs, LinkTime, simulate
@@ -93,6 +93,14 @@ def test_nothing_at_all():
     assert draw(simulate(parse_programs("rank 0:"), Costs.of([], []))) == "rank 0:"
 
 
+def test_a_label_without_room_loses_its_number():
+    """A forward takes 1 and a backward 2; a label's width for each 2 is too little."""
+    timeline = full(gpipe(1, 1), 1, LinkTime(0.0))
+    whole, cut = (draw(timeline, unit, waits=True) for unit in (1.0, 2.0))
+    assert (whole, cut) == ("rank 0: F0 B0---", "rank 0: F B")
+    assert not is_cut(whole, timeline) and is_cut(cut, timeline)
+
+
 def test_the_legend_has_the_letters_of_the_picture():
     assert legend(simulate(one_f_one_b(2, 2), Costs.even(2))) == {
         "F": "forward",
@@ -100,6 +108,9 @@ def test_the_legend_has_the_letters_of_the_picture():
         "after them": "the number of the micro-batch",
         "blank": "nothing to do (the bubble)",
     }
+    assert legend(simulate(gpipe(2, 2), Costs.even(2)), cut=True)["after them"] == (
+        "the number of the micro-batch, where it fits"
+    )
     halves = legend(simulate(zb_v(2, 2), Costs.even(4)), waits=True)
     assert halves["I"] == "backward for the inputs" and halves["W"] == "backward for the weights"
     assert halves["lower case"] == "the second stage of a rank"
