@@ -171,9 +171,9 @@ class _RunsOfALook:
         self.program.found.otherwise = other  # of this look alone: the one before had other regions
         of = self.program.found
         of.later, refuse = "", self.others is not None and of.refuses_later
-        if changed and other is None and any(read.checked for read in found):
+        if other is None and any(read.checked for read in found):
             with restoring(*self.program.parts):
-                of.later = later_read(self.program.model, found, again, refuse=refuse)
+                of.later = later_read(self.program.model, self.tensors, found, again, refuse)
         if drew and other is None and any(read.checked for read in found):
             self._check_draws(found, taint)
         if self.others is not None and any(read.checked for read in found):

@@ -129,3 +129,31 @@ def test_a_count_that_changes_no_branch_is_not(kind):
     trace_model(model, inputs, square, say=said.append)
     assert not [line for line in said if "Python reads" in line]
     assert model.calls == 0
+
+
+class ReadsAWeight(Net):
+    """Scales by a number of a trained weight, through which no gradient goes."""
+
+    def begin(self):
+        self.alpha = torch.nn.Parameter(torch.tensor(0.5))
+
+    def inside(self, hidden):
+        return self.middle(hidden) * self.alpha.item() + self.alpha * hidden
+
+
+def test_a_number_of_a_trained_weight_is_read_anew():
+    """Bug: it was planned with the number of the first step, and refused in the second one."""
+    said = []
+    (region,) = planned(built(ReadsAWeight), said=said).regions
+    assert "inside" in str(region)
+    (line,) = (line for line in said if "runs as it is" in line)
+    assert "Python reads the number 0.5 from a tensor here, which is computed of trained" in line
+
+
+def test_where_a_weight_s_number_cannot_be_read_anew_it_is_said():
+    """Of these traces no call is tried as it is. The weights are as before."""
+    said, model = [], built(ReadsAWeight)
+    trace_model(model, inputs, square, say=said.append)
+    (line,) = (line for line in said if "Python reads" in line)
+    assert line.endswith("after an update: the micro-batches after it are refused in the run")
+    assert model.alpha.item() == 0.5

@@ -134,7 +134,8 @@ def _compare(tensor: Tensor, read: Read) -> None:
             "not the one it would take",
             hint="plan with inputs that take the branch your batches take, or make the branch "
             "part of the computation (torch.where)"
-            + ("; a number for a log is read by .item()" if read.kind == "__float__" else ""),
+            + ("; a number for a log is read by .item()" if read.kind == "__float__" else "")
+            + ("; compute with the tensor, not with .item() of it" if read.kind == "item" else ""),
         )
 
 
