@@ -5,6 +5,7 @@
     model.bn.eval()                        plain PyTorch no longer writes its statistics
     model.act = nn.GELU()                  and computes with another activation
     model.body.register_forward_hook(f)    and calls the hook
+    torch.backends.cudnn.benchmark = True  where a loss asks for it
 
 A graph was traced from the modules as they were. Modes count as a step has them: one of a model
 that is in evaluation mode as a whole was traced as after `.train()`.
@@ -12,7 +13,8 @@ that is in evaluation mode as a whole was traced as after `.train()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,24 @@ _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called"),
     *("_backward_hooks", "_backward_pre_hooks"),
 )
+
+_FLAGS: Mapping[str, tuple[str, Callable[[], Any]]] = {
+    "argv": ("sys.argv", lambda: [*sys.argv]),
+    "allow_tf32": ("torch.backends.cudnn.allow_tf32", lambda: torch.backends.cudnn.allow_tf32),
+    "benchmark": ("torch.backends.cudnn.benchmark", lambda: torch.backends.cudnn.benchmark),
+    "deterministic": (
+        "torch.backends.cudnn.deterministic",
+        lambda: torch.backends.cudnn.deterministic,
+    ),
+    **{
+        name: (f"torch.{name}()", getattr(torch, name))
+        for name in (
+            *("are_deterministic_algorithms_enabled", "get_default_dtype"),
+            *("get_float32_matmul_precision", "get_num_threads"),
+        )
+    },
+}
+"""By a name in code, what it reads of the process, in words, and a function that reads it."""
 
 _BEFORE = "do it before autopipe.plan and autopipe.parallelize, and leave it so"
 
@@ -53,11 +73,13 @@ class Switched:
 
     Args:
         models: as of `Between.watched`: each with whether a file keeps it beside the one traced.
-        modes: whether code of the models or the loss asks for a mode.
+        names: those in code of the models and the loss, which may ask for a mode, or a flag.
     """
 
-    def __init__(self, models: Iterable[tuple[nn.Module, bool]], *, modes: bool) -> None:
-        self._models, self._modes = [*models], modes
+    def __init__(self, models: Iterable[tuple[nn.Module, bool]], names: Collection[str]) -> None:
+        self._models, self._modes = [*models], "training" in names
+        self._read = dict(flag for name, flag in _FLAGS.items() if name in names)
+        self._flags = {words: read() for words, read in self._read.items()}
         self._began = [model.training for model, _ in self._models]
         self._looks = [_look(model) for model, _ in self._models]
 
@@ -79,14 +101,16 @@ class Switched:
 
     def moved(self) -> list[MovedValue]:
         """What has changed since the last call of this, or since this object was made."""
-        found = []
+        before, self._flags = self._flags, {words: read() for words, read in self._read.items()}
+        changed = [words for words, flag in self._flags.items() if flag != before[words]]
+        found = [MovedValue(words, None, _BEFORE) for words in changed]
         for number, (model, kept) in enumerate(self._models):
-            before, trained = self._looks[number], not model.training
-            if all(look.same(as_trained=trained) for look in before):
+            looks, trained = self._looks[number], not model.training
+            if all(look.same(as_trained=trained) for look in looks):
                 continue
             self._looks[number] = _look(model)
             now = {look.path: look for look in self._looks[number]}
-            pairs = [(old, now[old.path]) for old in before if old.path in now]
+            pairs = [(old, now[old.path]) for old in looks if old.path in now]
             names = (name for pair in pairs for name in _changed(*pair, modes=self._modes))
             found += [MovedValue(name, model if kept else None, _BEFORE) for name in names]
         return found

@@ -87,7 +87,7 @@ class Unmoved:
         if isinstance(model, nn.Module) and (plan.parted or copies_of(model, held)):
             self._stale = Stale(model, _left_behind(model, held))
         # Last: this rank's own hooks are none that a script has set.
-        self._switched = Switched(self._between.watched, modes="training" in self._between.names)
+        self._switched = Switched(self._between.watched, self._between.names)
 
     @contextmanager
     def step(self, resumed: bool) -> Iterator[Since]:

@@ -1,5 +1,6 @@
 """Modules that a script switches, swaps or hooks between two steps: plain PyTorch would follow."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -64,6 +65,31 @@ def test_what_the_graph_would_not_follow_is_refused(change: str, steps: int) -> 
     with pytest.raises(ModelError, match=message) as error:
         step()
     assert error.value.hint
+
+
+def by_a_flag(outputs: Tensor, batch: object) -> Tensor:
+    return square(outputs, batch) * (2.0 if torch.are_deterministic_algorithms_enabled() else 1.0)
+
+
+def by_an_option(outputs: Tensor, batch: object) -> Tensor:
+    return square(outputs, batch) * (2.0 if "--twice" in sys.argv else 1.0)
+
+
+@pytest.mark.parametrize("loss", [by_a_flag, by_an_option])
+def test_a_flag_that_a_loss_asks_for(
+    loss: Callable[[Tensor, object], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: steps went on with the loss of before."""
+    plan = autopipe.plan(built(Net), inputs, loss=loss, cluster=machine(1), batch_size=4)
+    pipe = autopipe.parallelize(built(Net), plan, inputs=inputs, loss=loss)
+    pipe.step(inputs(4))
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--twice"])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ModelError, match=r"(sys.argv|enabled\(\))' is another value than when"):
+            pipe.step(inputs(4))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_model_in_evaluation_mode_is_not_trained() -> None:
