@@ -33,6 +33,7 @@ from autopipe.frontend import user_lines
 from autopipe.frontend.functions import HeldFunctions
 from autopipe.frontend.unwritten import WrongTensors, of_constructor
 from autopipe.ir.tensors import attributes_of, tensors_in
+from autopipe.ir.torch_patches import one_process
 from autopipe.ir.torch_private import (
     constructing,
     fake_like,
@@ -119,7 +120,8 @@ class _Building:
         """Run the constructor; the caller's random numbers are left as they were."""
         instead = self.mode if self.until == "registered" else None
         cpu_mode = on_cpu(instead)
-        with torch.random.fork_rng(devices=[]), self._registering(), constructing(), cpu_mode:
+        drawn, alone = torch.random.fork_rng(devices=[]), one_process()
+        with drawn, alone, self._registering(), constructing(), cpu_mode:
             torch.manual_seed(0)  # values that the constructor reads are the same on every rank
             model = factory()
             if isinstance(model, nn.Module):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import ModelError
 from autopipe.ir.tensors import tensors_in
+from autopipe.ir.torch_patches import one_process
 from autopipe.ir.torch_private import fake_like, is_fake, no_function_modes, storage_key
 
 _HINT = (
@@ -60,7 +61,7 @@ def with_numbers(
         read: the names of the parameters that the model computes with.
         say: receives a line for each such parameter: a run may load its values.
     """
-    with marked():
+    with marked(), one_process():
         model = factory()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -333,8 +333,8 @@ def _asking(*args: Any, autopipe_own: Any, autopipe_asked: Any, **kwargs: Any) -
 def one_process() -> Iterator[list[bool]]:
     """Within, torch.distributed tells code of a model that it is not initialised.
 
-    So it was where the model was planned. A rank would trace calls of `all_reduce`, and a
-    SyncBatchNorm would wait for ranks that have other stages.
+    So it was where the model was planned. A rank would trace calls of `all_reduce` (or build a
+    model that makes them), and a SyncBatchNorm would wait for ranks that have other stages.
 
     Yields:
         a list that is empty until somebody asks.

@@ -25,6 +25,7 @@ from autopipe.frontend import unwritten
 from autopipe.frontend.construct import OF_VALUES, Factory, on_cpu
 from autopipe.frontend.transformers_adapter import initialiser
 from autopipe.ir.graph import Graph, StateSpec
+from autopipe.ir.torch_patches import one_process
 from autopipe.ir.torch_private import is_fake
 from autopipe.runtime.parameters.weights import read
 from autopipe.tracing.source import parameter_bytes
@@ -130,7 +131,8 @@ def _on(device: torch.device | str, state: StateSpec, tensor: Tensor) -> Tensor:
 
 def _build_in_turn(factory: Factory, seed: int) -> nn.Module:
     """Build the model while no other process of this machine and user does."""
-    with host_memory.in_turn(), torch.random.fork_rng(devices=[]), unwritten.marked():
+    drawn, alone = torch.random.fork_rng(devices=[]), one_process()
+    with host_memory.in_turn(), drawn, alone, unwritten.marked():
         torch.manual_seed(seed)
         model = factory()
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):

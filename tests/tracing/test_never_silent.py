@@ -9,8 +9,12 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 from torch.utils.checkpoint import checkpoint
 
+from autopipe.errors import CaptureError
+from autopipe.frontend import unwritten
+from autopipe.frontend.construct import build_fake
 from tests.support.long import chosen
 from tests.support.odd_models import (
     Net,
@@ -282,3 +286,32 @@ class OpOfThatName(Net):
 def test_an_op_whose_name_is_a_word_of_python():
     """Bug: "the model cannot be captured: SyntaxError: invalid syntax (proxy_tensor.py:1738)"."""
     assert unlike_whole_or_cut(built(OpOfThatName), cuts=["middle/linear/0"]) == []
+
+
+class AsksAsItIsBuilt(Net):
+    """As layers of vector-quantize-pytorch do, which share a codebook's counts."""
+
+    def begin(self):
+        self.shares = torch.distributed.is_initialized()
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        mean = hidden.detach().mean(0)
+        if self.shares:
+            torch.distributed.all_reduce(mean)
+        return hidden - mean
+
+
+def test_a_model_that_asks_for_others_as_it_is_built_is_built_as_it_was_planned():
+    """Bugs: a rank, which builds it among others, refused its plan as another model's; and a model
+    that was built among others waited for a stage that never calls."""
+    planned, store = trace_model(built(AsksAsItIsBuilt), inputs, square), HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert not build_fake(AsksAsItIsBuilt).shares
+        assert not unwritten.with_numbers(AsksAsItIsBuilt, (), print).shares
+        with pytest.raises(CaptureError, match="calls all_reduce of torch.distributed, for which"):
+            trace_model(built(AsksAsItIsBuilt), inputs, square)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert unlike(built(AsksAsItIsBuilt), traced=planned) == []

@@ -55,7 +55,7 @@ def check_op(node: fx.Node) -> None:
     """Refuse, with the user's line, an op that no stage can run.
 
     Raises:
-        CaptureError: it is a loop, or gives a tensor other memory.
+        CaptureError: it is a loop, gives a tensor other memory, or waits for other processes.
     """
     place = user_lines.of_trace(node.stack_trace)
     if is_control_flow(node.target):
@@ -67,6 +67,13 @@ def check_op(node: fx.Node) -> None:
         raise CaptureError(
             f"{place}: x.set_() gives a tensor other memory; ranks have each tensor in its own",
             hint="write in place: x.copy_(value)",
+        )
+    if getattr(node.target, "namespace", "").lstrip("_").startswith("c10d"):
+        raise CaptureError(
+            f"{place}: the model calls {str(node.target).split('.')[1]} of torch.distributed, for "
+            "which it would wait: other ranks have other stages",
+            hint="build the model before torch.distributed is initialised, or give the function "
+            "that builds it; replicas have statistics of their own",
         )
 
 
