@@ -142,13 +142,15 @@ def opaque_under_autocast(
 
 
 def saturated(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """An op whose numbers are limited to the range of its first tensor, if autocast made that low.
+    """An op whose numbers are limited to the range of its first tensor of floating-point numbers,
+    if autocast made that low.
 
     `torch.finfo(x.dtype).min` was read from the fp32 of the trace; in bf16 it would overflow, and
     the model's own code would have read that of bf16.
     """
-    dtype = kwargs.get("dtype") or next(arg.dtype for arg in args if isinstance(arg, Tensor))
-    most = torch.finfo(dtype).max if dtype.is_floating_point else float("inf")
+    dtypes = [kwargs.get("dtype"), *(arg.dtype for arg in args if isinstance(arg, Tensor))]
+    floating = (dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point)
+    most = next((torch.finfo(dtype).max for dtype in floating), float("inf"))
 
     def within(arg: Any) -> Any:
         return min(max(arg, -most), most) if is_limit(arg) else arg
