@@ -151,7 +151,7 @@ def _scores(flow: Dataflow, value: object) -> Scores | None:
         case "to" | "_to_copy":
             found = _scores(flow, node.args[0])
             return found and found.through(node)
-        case "mul" | "div":
+        case "mul" | "div" if given.get("rounding_mode") is None:
             return _scaled(flow, node)
         case "add" if given["alpha"] == 1:
             a, b = node.args[:2]

@@ -276,6 +276,11 @@ def scaled_after(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q @ k.mT + m.drawn) * SCALE).softmax(-1) @ v
 
 
+def in_steps(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A quotient without what is behind its point."""
+    return torch.div(q @ k.mT, 4.0, rounding_mode="floor").softmax(-1) @ v
+
+
 def over_queries(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * SCALE).softmax(-2) @ v
 
@@ -299,7 +304,7 @@ def routed(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (v @ m.slopes.view(1, 1, 1, HEADS).expand(-1, -1, SIZE, -1)).softmax(-1) @ v[..., :4, :]
 
 
-STAYS = [read_twice, learnt_bias, not_so_low, two_masks, scaled_after, over_queries]
+STAYS = [read_twice, learnt_bias, not_so_low, two_masks, scaled_after, in_steps, over_queries]
 STAYS += [capped, keys_as_they_are, values_first, routed, lowest_added, alibi]
 
 
