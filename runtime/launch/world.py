@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 import shlex
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ from autopipe.errors import LaunchError
 from autopipe.runtime.launch import address as addresses
 from autopipe.runtime.launch.address import check_interfaces, listening, resolve, towards
 from autopipe.runtime.launch.attempt import of_this_attempt
+from autopipe.runtime.launch.slurm import first_address, tasks_per_node
 from autopipe.runtime.launch.spawn import cores
 from autopipe.runtime.launch.spawn import spawn as spawn
 from autopipe.runtime.launch.watchdog import LOCAL, Store, Watchdog, watch
@@ -144,50 +143,6 @@ def _port(environ: Mapping[str, str]) -> int:
     if not 0 < port < 2**16:
         raise LaunchError(f"MASTER_PORT is {port} in the environment, expected 1 to 65535")
     return port
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """The number of tasks on each node, from Slurm's short form: "2(x2),1" -> [2, 2, 1].
-
-    Raises:
-        LaunchError: `text` has another form.
-    """
-    counts: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
-        if match is None:
-            raise LaunchError(f"tasks per node of a Slurm step: expected '2(x2),1', found {text!r}")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
-
-
-def first_address(nodelist: str) -> str:
-    """The address of the first node of Slurm's list.
-
-    It is the node's name if this resolves, as it usually does. If not (containers, several nodes on
-    one host), it is the NodeAddr of Slurm's configuration.
-
-    Raises:
-        LaunchError: scontrol is missing or fails.
-    """
-    name = _scontrol("show", "hostnames", nodelist).split()[0]
-    try:
-        resolve(name)
-    except LaunchError:
-        found = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
-        return found[1] if found else name
-    return name
-
-
-def _scontrol(*arguments: str) -> str:
-    command = ("scontrol", *arguments)
-    try:
-        return subprocess.check_output(command, text=True, timeout=30)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(
-            f"no address of the first node: `{' '.join(command)}` failed: {error}",
-            hint="export MASTER_ADDR, the address of the first node, before srun",
-        ) from error
 
 
 def check_world(world: World, expected: int, plan: str | None = None) -> None:

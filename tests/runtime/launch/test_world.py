@@ -1,21 +1,17 @@
 """Who a process is under each launcher, and what is refused before the first step."""
 
-import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from autopipe.errors import LaunchError
-from autopipe.runtime.launch import world as launch
 from autopipe.runtime.launch.address import own_address
 from autopipe.runtime.launch.world import (
     World,
     as_planned,
     check_world,
     interface,
-    tasks_per_node,
     world_from,
 )
 from tests.support import warm
@@ -142,51 +138,6 @@ def test_a_rank_that_there_is_not(name: str, value: str) -> None:
     """Bug: it ended without a word after half a minute, or in a ZeroDivisionError."""
     with pytest.raises(LaunchError, match="in the environment, and .*: there is no such rank"):
         world_from({**TORCHRUN, name: value})
-
-
-def test_tasks_per_node() -> None:
-    assert tasks_per_node("4") == [4]
-    assert tasks_per_node("2(x2),1") == [2, 2, 1]
-    assert tasks_per_node("1,3(x3)") == [1, 3, 3, 3]
-    with pytest.raises(LaunchError, match=r"expected '2\(x2\),1', found '2x2'"):
-        tasks_per_node("2x2")
-
-
-# --- where rank 0 listens
-
-
-@pytest.fixture
-def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Install a `scontrol` that knows one node, by a name and an address."""
-
-    def install(name: str, address: str) -> None:
-        script = tmp_path / "scontrol"
-        script.write_text(
-            "#!/bin/sh\n"
-            f'test "$2" = hostnames && echo {name} && echo other && exit\n'
-            f'test "$2 $3" = "node {name}" && echo "   NodeAddr={address} NodeHostName=x"\n'
-        )
-        script.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    return install
-
-
-def test_the_first_node_by_name(scontrol: Callable[[str, str], None]) -> None:
-    scontrol("localhost", "10.0.0.1")
-    assert launch.first_address("localhost,other") == "localhost"
-
-
-def test_the_first_node_by_address(scontrol: Callable[[str, str], None]) -> None:
-    scontrol("node3.invalid", "10.0.0.3")
-    assert launch.first_address("node[3-4].invalid") == "10.0.0.3"
-
-
-def test_no_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match="scontrol show hostnames node3` failed") as error:
-        launch.first_address("node3")
-    assert error.value.hint is not None and "MASTER_ADDR" in error.value.hint
 
 
 # --- what is refused before the first step
