@@ -196,12 +196,14 @@ class BatchLoss:
 
 @contextmanager
 def buffers_restored(graph: Graph, states: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within, forward may write to buffers; afterwards they are what they were."""
+    """Within, forward may write to buffers; afterwards, or on an error, they are what they were."""
     written = [root.name for root in analyse(graph).writers if isinstance(root, State)]
     before = {name: states[name].clone() for name in written if name in states}
-    yield
-    for name, value in before.items():
-        states[name].copy_(value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            states[name].copy_(value)
 
 
 def replicas_of_last_stage(part: RankPart, backend: str) -> dist.ProcessGroup | None:

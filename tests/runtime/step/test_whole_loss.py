@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopipe
+from autopipe.runtime.step.whole_loss import buffers_restored
 from tests.support.inprocess import machine
 from tests.support.pipes import close
+from tests.support.staged import trace_model
 
 
 class Scaled(nn.Module):
@@ -61,3 +64,26 @@ def test_both_passes_read_the_batch_as_it_was_given() -> None:
             assert parameter.grad is not None and gradient is not None
             close(parameter.grad, gradient, name)
         assert torch.equal(ours["x"], theirs["x"])
+
+
+class Counted(Scaled):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+def test_an_evaluation_that_is_refused_leaves_buffers_as_they_were() -> None:
+    """Bug: a batch that takes the other side of a branch is refused where the branch stands, and
+    what forward had written before stayed."""
+    model = Counted()
+    graph = trace_model(model, inputs, near).graph
+    with pytest.raises(ValueError), buffers_restored(graph, dict(model.named_buffers())):
+        model(inputs(2)["x"])
+        raise ValueError("refused")
+    assert model.calls == 0
