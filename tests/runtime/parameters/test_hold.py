@@ -77,7 +77,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
         found.opened = []
         found.states = {name: parameters[name] for stage in own for name in stage.states}
 
-        def new_group(ranks: list[int], backend: str) -> Group:
+        def new_group(ranks: list[int], backend: str, device_id: None) -> Group:
             assert backend == "gloo"
             found.opened.append(tuple(ranks))
             return tuple(ranks)
