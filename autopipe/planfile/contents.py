@@ -236,7 +236,8 @@ def _marks(plan: Plan) -> dict[str, str]:
         f"{name}.{of}": data[name][of] for name in ("batch", "prediction") for of in data[name]
     }
     whole = "inputs cluster mesh precision compiled optimizer loss schedule programs loss_parts "
-    whole += "fused_attention blocks states collectives grad_dtype optimizer_dtype"
+    whole += "fused_attention blocks states collectives grad_dtype optimizer_dtype loss_over "
+    whole += "loss_seconds low_buffers"
     parts |= {name: data[name] for name in whole.split()}
     for name in ("boundaries", "stages"):
         for of in data[name][0] if data[name] else ():

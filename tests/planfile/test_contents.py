@@ -252,6 +252,11 @@ def test_a_rank_may_hold_several_stages() -> None:
             "figures are of another plan",
         ),
         (
+            lambda plan: replace(plan, loss_over="micro-batch", low_buffers=("positions",)),
+            "plan.loss_over and plan.low_buffers were changed by hand after planning: the "
+            "predicted figures are of another plan",
+        ),
+        (
             lambda plan: replace(plan, boundaries=(Boundary(1, 0),)),
             "plan.boundaries[].window was changed by hand after planning: the predicted figures "
             "are of another plan",
