@@ -140,7 +140,10 @@ class OnnxModule(nn.Module):
                 f"the exported model named parameters that the file has not: {few(self._lost)}; "
                 "the exporter has computed with them, or they are other names of shared ones"
             )
-        return [f"{self._file}: {fact}" for fact in (*found, *self._mixed)]
+        if self._mixed:
+            made = few(self._mixed)
+            found.append(f"computed by the exporter, and trained as they are: {made}")
+        return [f"{self._file}: {fact}" for fact in found]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(self.forward).bind(*args, **kwargs).arguments
@@ -312,7 +315,7 @@ def from_onnx(path: str | Path) -> nn.Module:
 def _read(path: Path) -> onnx.ModelProto:
     try:
         import onnx
-        from onnx import inliner
+        from onnx import inliner, shape_inference
     except ImportError as error:
         raise ModelError(
             f"{path} is read by onnx, which is not installed", hint="pip install onnx"
@@ -321,7 +324,11 @@ def _read(path: Path) -> onnx.ModelProto:
         raise ModelError(f"there is no ONNX file {str(path)!r}", hint="check the path")
     try:
         model = onnx.load(str(path))
-        onnx.checker.check_model(str(path))
+        if all(value.type.tensor_type.HasField("shape") for value in model.graph.output):
+            onnx.checker.check_model(str(path))
+        else:  # a checker wants what a file need not say
+            model = shape_inference.infer_shapes(model)
+            onnx.checker.check_model(model)
     except Exception as error:  # protobuf and the checker raise of every kind
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(

@@ -111,13 +111,13 @@ def told(graph: onnx.GraphProto) -> bool:
 
 
 def mixed(graph: onnx.GraphProto) -> Iterator[str]:
-    """A sentence for each value that the exporter computed of both parameters and buffers."""
+    """Each value that the exporter computed of several parameters, or of one and a buffer: of a
+    weight and its mask, of a size and a direction (`weight_norm`)."""
     kinds = dict(signature(graph).values())
     for name, names in folded(graph).items():
-        own = [one for one in names if kinds.get(one) == PARAMETER]
-        others = [one for one in names if kinds.get(one, PARAMETER) != PARAMETER]
-        if own and others:
-            yield f"{name} is computed of {own[0]} and the buffer {others[0]}: all of it is trained"
+        known = [one for one in names if one in kinds]
+        if len(known) > 1 and PARAMETER in (kinds[one] for one in known):
+            yield f"{name} (of {' and '.join(known[:2])})"
 
 
 def few(names: Sequence[str]) -> str:

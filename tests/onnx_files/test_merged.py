@@ -11,8 +11,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
 import autopipe
@@ -102,3 +105,46 @@ def test_an_older_exporter_tells_names_alone(tmp_path: Path) -> None:
     assert "equal weights of an untrained model look so, too" in said
     read.requires_grad_(False)
     assert read.facts()[0].startswith("net.onnx: training changes 0 tensors")
+
+
+class Normed(nn.Module):
+    """A weight of a size and a direction, and one behind a mask."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.second = nn.Linear(6, 3)
+        self.register_buffer("mask", torch.tensor([1.0, 0, 1, 1, 0, 1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.first(x).tanh(), self.second.weight * self.mask)
+
+
+def test_what_the_exporter_has_computed_is_said(tmp_path: Path) -> None:
+    """The file has products alone: training them is training another model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = ({0: torch.export.Dim("rows")},)
+        path, given = tmp_path / "net.onnx", (torch.zeros(2, 6),)
+        torch.onnx.export(Normed(), given, path, dynamic_shapes=rows, verbose=False)
+    (said,) = (line for line in facts_of(autopipe.from_onnx(path)) if "(of" in line)
+    assert "computed by the exporter, and trained as they are: " in said
+    assert "second.weight and mask)" in said or "mask and second.weight)" in said
+    assert "parametrizations.weight.original" in said
+
+
+def test_a_file_need_not_say_the_shape_of_its_output(tmp_path: Path) -> None:
+    """ONNX's checker wants one; it is inferred."""
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "plain",
+        [helper.make_tensor_value_info("x", 1, ["rows", 4])],
+        [helper.make_tensor_value_info("y", 1, None)],
+        [numpy_helper.from_array(np.ones((4, 3), np.float32), "w")],
+    )
+    opset = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(graph, opset_imports=opset), tmp_path / "net.onnx")
+    read = autopipe.from_onnx(tmp_path / "net.onnx")
+    assert torch.equal(read(torch.ones(2, 4)), torch.full((2, 3), 4.0))
