@@ -9,9 +9,20 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from autopipe.planners.driver import against_eager
-from tests.support.odd_models import Net, built, planned, refusal, unlike
+from tests.support.odd_models import (
+    Net,
+    built,
+    inputs,
+    planned,
+    refusal,
+    square,
+    unlike,
+    unlike_whole_or_cut,
+)
+from tests.support.staged import trace_model
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +93,37 @@ def test_a_refusal_that_the_model_catches_is_one_all_the_same():
 def test_an_error_that_the_model_raises_by_itself_may_be_caught():
     planned(built(FallsBack))
     assert unlike(built(FallsBack)) == []
+
+
+class Block(nn.Module):
+    """Its own layer raises, before or behind what it computes, as the block is called otherwise."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, **given):
+        return self.layer(self.layer(x), **given)
+
+
+class TriesArguments(Net):
+    """As containers of speechbrain call their layers, of which some take lengths."""
+
+    def begin(self):
+        self.middle = nn.ModuleList([nn.Linear(8, 8), nn.Tanh(), Block(nn.Linear(8, 8))])
+
+    def inside(self, hidden):
+        for layer in self.middle:
+            try:
+                hidden = layer(hidden, lengths=None)
+            except TypeError:
+                hidden = layer(hidden)
+        return hidden
+
+
+def test_a_call_of_a_module_that_ends_with_a_caught_error_is_forgotten():
+    """Bug: refused, "Unexpected key": torch kept the call that had ended."""
+    found = trace_model(built(TriesArguments), inputs, square)
+    scopes = [node.scopes[-1] for node in found.graph.nodes if node.short == "linear"]
+    assert scopes == ["up", "middle.0", "middle.2.layer@1", "middle.2.layer@2", "down"]
+    assert unlike_whole_or_cut(built(TriesArguments), traced=found, cuts=["relu/1"]) == []

@@ -5,7 +5,13 @@
     except Exception:
         scale = 1.0                 and a graph would have this, which the model never computes
 
-Such an error is raised once more when forward ends, as if nothing had caught it.
+Such an error is raised once more when forward ends, as if nothing had caught it. Those that the
+model itself raises are caught as ever; torch only has to forget the call that they have ended.
+
+    try:
+        x = layer(x, lengths=n)     a TypeError, also without a trace
+    except TypeError:
+        x = layer(x)
 """
 
 from __future__ import annotations
@@ -15,11 +21,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from autopipe.ir.tensors import tensors_in
+from autopipe.ir.torch_patches import patched
 from autopipe.ir.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -37,6 +45,28 @@ _OF_MEMORY = frozenset({"numpy", "__array__", "data_ptr", "storage", "untyped_st
 
 _OF_ANY_TENSOR = ("requires grad", "unsupported ScalarType")
 """What these functions say of a tensor with values, too."""
+
+
+@contextmanager
+def ended_calls_forgotten() -> Iterator[None]:
+    """Within, a call of a module that ends with an error leaves nothing in the stack of calls that
+    a trace keeps; torch takes it off behind a call that returns, and fails at the next one."""
+    plain = torch.fx.Tracer.call_module
+
+    def call_module(
+        self: torch.fx.Tracer, module: nn.Module, forward: Any, args: Any, kwargs: Any
+    ) -> Any:
+        depth = len(self.module_stack)
+        try:
+            return plain(self, module, forward, args, kwargs)
+        except BaseException:
+            if len(self.module_stack) > depth:  # calls inside of it have been forgotten
+                self.module_stack.popitem()
+                self.num_calls[self.path_of_module(module)] -= 1
+            raise
+
+    with patched(torch.fx.Tracer, "call_module", call_module):
+        yield
 
 
 @contextmanager

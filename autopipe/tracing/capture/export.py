@@ -23,6 +23,7 @@ from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.graph import SEQUENCE
 from autopipe.ir.torch_private import quiet
 from autopipe.planfile.parts import InputSpec, Read
+from autopipe.tracing.capture.caught_errors import ended_calls_forgotten
 from autopipe.tracing.capture.exported_nodes import keep_memory_order
 from autopipe.tracing.capture.program import Program
 from autopipe.tracing.capture.same_memory import WithoutGradients
@@ -60,8 +61,9 @@ def capture(
         def export() -> torch.export.ExportedProgram:
             standing, first = standing_in(program.model, alike), restoring(*program.parts)
             asked = program.found.asks_for_others
-            own_draws, aliases = torch.random.fork_rng(devices=[]), WithoutGradients(program.twins)
-            with first, own_draws, replay(reads), marking(), standing, aliases:
+            drawn, ended = torch.random.fork_rng(devices=[]), ended_calls_forgotten()
+            aliases = WithoutGradients(program.twins)
+            with first, drawn, replay(reads), marking(), standing, ended, aliases:
                 try:
                     return torch.export.export(
                         program,
