@@ -97,6 +97,9 @@ def _head(flow: Dataflow, loss: Node) -> Head | None:
         return None
     if len(operands) < 2 or operands[0] == operands[1]:
         return None
+    begin = graph.index[node.name]
+    if any(p > begin for v in operands for p in flow.writers.get(flow.root[v], ())):
+        return None  # parts of the loss read them later than the product did
     x, weight, *bias = operands
     if min(len(graph.spec(operand).shape) for operand in (x, weight)) < 2:
         return None

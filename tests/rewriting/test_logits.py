@@ -160,12 +160,19 @@ def without_gradient(m: Model, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y.flatten()) + x.mean()
 
 
+def written_behind(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    """A frozen head keeps no hidden states, so that they may be written once it has read them."""
+    logits = F.linear(x, m.head.weight.detach())
+    x = x.mul_(2)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + x.mean()
+
+
 @pytest.mark.sweep(of=4)
 @pytest.mark.parametrize(
     "run",
     [
         *(smoothed, weighed, each_row, read_again, probable, capped, written, some_words),
-        *(of_positions, by_a_vector, without_gradient),
+        *(of_positions, by_a_vector, without_gradient, written_behind),
     ],
 )
 def test_a_loss_that_is_left_alone(run: Run) -> None:
