@@ -15,6 +15,7 @@ from autopipe.tracing.source import bare
 from tests.support.long import chosen
 from tests.support.odd_models import Net, built, inputs, planned, refusal, square, traced, unlike
 from tests.support.staged import trace_model
+from tests.support.torch_versions import NOTES_LINES_OF_LOSSES
 
 
 class Hidden(Net):
@@ -266,9 +267,8 @@ def test_a_loss_that_would_train_nothing_is_refused(kind, why):
 
 
 def test_a_loss_that_is_detached_is_refused_with_its_line():
-    """torch 2.11 and 2.12 note no lines of a loss; there the node is named."""
-    known = torch.__version__ >= "2.13"
-    place = r"test_sentences.py:\d+" if known else r"loss\(\)/detach/0"
+    """Where torch notes no lines of a loss, the node is named."""
+    place = r"test_sentences.py:\d+" if NOTES_LINES_OF_LOSSES else r"loss\(\)/detach/0"
     with pytest.raises(ModelError, match=f"{place}: no gradient comes through detach"):
         planned(Net, lambda outputs, batch: square(outputs, batch).detach())
 
