@@ -41,6 +41,10 @@ def emit(
         source=there,
         force=force,
     )
+    if loaded.lengths[1:]:
+        *shorter, longest = map(str, loaded.lengths)
+        others = ", ".join(shorter)
+        say(f"its files take rows of {longest} tokens alone, and refuse the plan's {others}")
     processes = len(loaded.mesh.places)
     script = shlex.quote(str(output / "train.py"))
     say(f"run it: torchrun --nproc-per-node {processes} {script}")

@@ -107,6 +107,34 @@ def test_a_folder_with_weights_is_trained_from_them(
     assert again.out.splitlines()[-1] == run.out.splitlines()[-1]
 
 
+TOKENS = """\
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+
+def inputs(rows):
+    tokens = torch.arange(8 * rows).view(rows, 8) % 8
+    return {"input": tokens, "labels": tokens.flip(1)}
+
+def loss(outputs, batch):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
+"""
+
+
+def test_files_of_a_plan_of_several_lengths_are_of_the_longest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: nothing said so until the first shorter batch was refused, in the middle of training."""
+    shell = Shell(tmp_path, monkeypatch, capsys)
+    shell.write("net.py", TOKENS)
+    shell.plan(1, "--batch", "4", "--lengths", "4,6,8")
+    assert "take rows of 8 tokens alone, and refuse the plan's 4, 6" in (
+        shell("emit", "plan.json", "-o", "out").err
+    )
+
+
 def test_a_mistake_is_told_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
