@@ -46,12 +46,12 @@ detach = torch.ops.aten.detach.default
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, trainable: bool = True) -> Tensor:
     """A parameter's place in a stage: its shape, not its values."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype), trainable)
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="cpu"), trainable)
 
 
 def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The place of a buffer, or of a constant of the model's code."""
-    return nn.Buffer(torch.empty(shape, dtype=dtype))
+    return nn.Buffer(torch.empty(shape, dtype=dtype, device="cpu"))
 
 
 class States(nn.Module):

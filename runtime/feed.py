@@ -254,8 +254,8 @@ class Feed:
     def _all(self, numbers: list[int]) -> Tensor:
         """The values of all shards; every rank calls it."""
         mesh = self._pipe.plan.mesh
-        own_tensor = torch.tensor(numbers)
-        gathered = list(torch.empty(len(mesh.places), len(numbers), dtype=own_tensor.dtype))
+        own_tensor = torch.tensor(numbers, device="cpu")
+        gathered = list(own_tensor.new_empty(len(mesh.places), len(numbers)))
         dist.all_gather(gathered, own_tensor)
         return torch.stack([gathered[mesh.rank(0, dp)] for dp in range(mesh.dp)])
 

@@ -42,9 +42,9 @@ def signature(tensor: Tensor) -> Tensor:
     flat = flat[:: -(-len(flat) // MOST) or 1]
     flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
     numbers = flat.to("cpu", torch.float64).nan_to_num(posinf=1.0, neginf=-1.0)
-    places = torch.arange(len(numbers), dtype=torch.float64)
+    places = torch.arange(len(numbers), dtype=torch.float64, device="cpu")
     sums = [(numbers * (places * pace).cos()).sum() for pace in (1.0, 2.3)]
-    return torch.stack([torch.ones((), dtype=torch.float64), numbers.norm(), *sums])
+    return torch.stack([numbers.new_ones(()), numbers.norm(), *sums])
 
 
 class SameValues:
@@ -56,7 +56,7 @@ class SameValues:
 
     def __init__(self, states: Mapping[str, StateSpec]) -> None:
         self._states = states
-        self._mine = torch.zeros(len(states), FIGURES, dtype=torch.float64)
+        self._mine = torch.zeros(len(states), FIGURES, dtype=torch.float64, device="cpu")
         self._at = {name: number for number, name in enumerate(states)}
 
     def note(self, name: str, tensor: Tensor) -> None:

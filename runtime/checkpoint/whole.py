@@ -94,7 +94,7 @@ def some_rows(stored: Stored, tensor: WholeTensor, first: int, count: int) -> Te
         DamagedError: they are not what was written.
     """
     shape = (count, *tensor.shape[1:])
-    rows = torch.empty(shape, dtype=tensor.dtype)
+    rows = torch.empty(shape, dtype=tensor.dtype, device="cpu")
     piece = Piece((first, *(0,) * (len(shape) - 1)), (0,) * len(shape), shape)
     pieces = (piece,) if prod(shape) else ()
     asked = OwnTensor(tensor.name, (), tensor.kind, rows, tensor.shape, pieces, writes=False)

@@ -84,7 +84,7 @@ class Guard:
         hub: the connection to the hub.
         token: the word by which the hub knows the run's guards.
         local_rank: the rank's number on its node; the node's first guard prints the verdict.
-        hub_node: the number of rank 0's node.
+        hub_node, hub_local_rank: the number of rank 0's node, and its own on that node.
     """
 
     loop: Loop
@@ -98,6 +98,7 @@ class Guard:
     token: str
     local_rank: int
     hub_node: int
+    hub_local_rank: int
     _program: list[tuple[int, str]] = field(default_factory=list)
     _master: Whereabouts = Whereabouts("rank 0", "before its first step")
     _alive: bool = True
@@ -226,9 +227,9 @@ class Guard:
         self._verdict = verdict
         self.control.send(verdict=verdict["verdict"], rank=verdict["rank"])
         speaks = verdict["kind"] in SPEAKS and verdict["node"] == self.node
-        # If rank 0 is lost, so is its guard, the first of its node: the second one prints there.
-        there = self.node == self.hub_node
-        first = int(verdict["kind"] == "lost" and verdict["rank"] == 0 and there)
+        # If rank 0 is lost, so is its guard: if that is its node's first, the second one prints.
+        lost = verdict["kind"] == "lost" and verdict["rank"] == 0
+        first = int(lost and self.node == self.hub_node and self.hub_local_rank == 0)
         if self.local_rank == first and not speaks:
             say(f"error: {verdict['verdict']}")
 
@@ -326,6 +327,7 @@ def main(config: Message) -> None:
         token=config["token"],
         local_rank=config["local_rank"],
         hub_node=config["hub_node"],
+        hub_local_rank=config["hub_local_rank"],
     )
     while not (guard.done() and (hub is None or hub.done())):
         loop.turn()

@@ -296,7 +296,8 @@ def watch(store: Store, *, rank: int, size: int, node: int, local_rank: int, hos
     try:
         if rank == 0:
             listener = _listen(host)
-            address = [host, listener.getsockname()[1], secrets.token_hex(16), node]
+            address = {"host": host, "port": listener.getsockname()[1], "hub_node": node}
+            address |= {"hub_local_rank": local_rank, "token": secrets.token_hex(16)}
         else:
             address = json.loads(store.get(KEY))
         # If there is no address, rank 0 has printed why.
@@ -322,7 +323,7 @@ def _listen(host: str) -> socket.socket:
     return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
-def _start(config: Message, address: Sequence[object], listener: socket.socket | None) -> Watchdog:
+def _start(config: Message, address: Message, listener: socket.socket | None) -> Watchdog:
     with ExitStack() as passed, ExitStack() as kept:
         memory, process = os.memfd_create("autopipe"), os.pidfd_open(os.getpid())
         rank_end, control = socket.socketpair()
@@ -340,8 +341,7 @@ def _start(config: Message, address: Sequence[object], listener: socket.socket |
             pass_fds=tuple(files.values()),
         )
         kept.pop_all()
-        config = {**config, **files, "pid": os.getpid()}
-        config |= zip(("host", "port", "token", "hub_node"), address, strict=True)
+        config = {**config, **files, **address, "pid": os.getpid()}
         assert sidecar.stdin is not None
         with sidecar.stdin as file:
             file.write(json.dumps(config).encode())

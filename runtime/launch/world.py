@@ -17,7 +17,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -168,7 +168,8 @@ def _starts(processes: int, plan: str | None) -> str:
     """The commands that start so many processes of what this process is one of."""
     torchrun, srun = f"torchrun --nproc-per-node {processes}", f"  or: srun -n {processes}"
     if plan is None:
-        script = shlex.quote(Path(sys.argv[0]).name)
+        known = Path(sys.argv[0]).is_file()  # not in a notebook, or under `python -c`
+        script = shlex.quote(os.path.relpath(sys.argv[0])) if known else "SCRIPT.py"
         return f"{torchrun} {script}\n{srun} python {script}"
     run = f"autopipe run {shlex.quote(plan)}"
     return f"{torchrun} -m {run}\n  or: {run} --local {processes}\n{srun} {run}"
@@ -227,8 +228,10 @@ def as_planned(
 ) -> World:
     """A process's place if the plan gives it another rank: the plan may begin on another node than
     the launcher, and its rank 0 then listens at that node's own address towards the launcher's."""
-    moved = rank == 0 != world.rank and world.local_size < world.size
-    host = own_address(world.master_addr) if moved else world.master_addr
+    host = world.master_addr
+    if rank == 0 != world.node:
+        with suppress(OSError):  # no way leads there: the other ranks will say so
+            host = own_address(host)
     return replace(world, rank=rank, master_addr=host)
 
 

@@ -164,7 +164,7 @@ def _initialise(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, path))
             for key, fake in fakes.items():
-                empty = torch.empty(fake.shape, dtype=fake.dtype)
+                empty = torch.empty(fake.shape, dtype=fake.dtype, device="cpu")
                 module.register_parameter(key, nn.Parameter(empty, fake.requires_grad))
             reset()
         for name in names_of_module:

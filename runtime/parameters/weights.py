@@ -277,7 +277,10 @@ def _read_distributed(
     specs = {name: graph.states[name].held for name in keys}
     for name, key in keys.items():
         _check_kind((path, key), stored.dtypes[key], specs[name].dtype)
-    tensors = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
+    tensors = {
+        name: torch.empty(shape_at(spec, 1), dtype=spec.dtype, device="cpu")
+        for name, spec in specs.items()
+    }
     stored.fill({keys[name]: tensor for name, tensor in tensors.items()})
     return tensors
 

@@ -141,7 +141,7 @@ class DrawnNumbers:
         shared = ", ".join(repr(names[row]) for row in whole)
         self._shared = {_hash(shared): shared} if shared else {}
         began, ended = self._began, _generator(self._weights.values())
-        value = float((now[whole] * torch.arange(1, ENTRIES + 1)).sum())
+        value = float((now[whole] * torch.arange(1, ENTRIES + 1, device="cpu")).sum())
         # Layers may have begun as copies of each other: their forms tell nothing, nor do those of
         # what is computed of weights and gradients alone, as decay, or an update by hand.
         others = self._gradients() if self._what == "weights" else self._weights.values()

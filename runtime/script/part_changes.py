@@ -62,7 +62,7 @@ class PartChanges:
         """Look at the gradients that an optimizer is about to use; some were changed.
 
         Raises:
-            ModelError: by a mean or a norm of a part.
+            ModelError: by a mean, a norm or a quantile of a part.
         """
         zeros = dict[str, tuple[int, int]]()
         for name, before in self._noted.items():
@@ -142,8 +142,10 @@ def check_rates(
     """
     found = list[tuple[float, dict[str, torch.Size]]]()
     for group in optimizer.param_groups:
-        own = {parts[id(p)]: p.shape for p in group["params"] if id(p) in parts and p.ndim}
-        if own and isinstance(rate := group["lr"], float) and rate > 0:
+        named = ((parts.get(id(p), ""), p) for p in group["params"])
+        # Of a number, or a short vector, some ranks have a part without elements.
+        own = {name: p.shape for name, p in named if p.numel() and whole.get(name)}
+        if own and isinstance(rate := group.get("lr"), float) and rate > 0:
             found.append((rate, own))
     for words, number in _BY_SHAPE.items():
         for power in (-1.0, -0.5, 0.5, 1.0):

@@ -104,9 +104,9 @@ class Updates:
 
         Raises:
             ModelError: it is to train what the graph has as a constant; or torch.amp.GradScaler
-                makes it; or it changes a parameter by all of its gradient, and this rank has a part
-                of it; or gradients were clipped by the norm of a part; or there were several steps
-                since the last update.
+                makes it; or its rates go with the shapes of parts; or it changes a parameter by all
+                of its gradient, and this rank has a part of it; or gradients were clipped by the
+                norm of a part; or there were several steps since the last update.
         """
         given = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._stepped |= given

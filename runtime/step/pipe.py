@@ -304,7 +304,7 @@ class Pipe(Kept):
         """
         self._meet("clip_grad_norm_")
         if not self.kept:
-            return torch.tensor(torch.inf)
+            return torch.tensor(torch.inf, device=self.device)
         return self._clipping.clip(max_norm, self.device)
 
     def measured(

@@ -38,7 +38,7 @@ def most_bytes(device: torch.device, world: dist.ProcessGroup | None) -> GpuByte
     if device.type != "cuda":
         return None
     own = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    most = torch.tensor(own, dtype=torch.int64)
+    most = torch.tensor(own, dtype=torch.int64, device="cpu")
     if world is not None:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=world)
     return GpuBytes(*most.tolist())

@@ -95,7 +95,8 @@ def over_ranks(bubble: float, peak: int, world: dist.ProcessGroup | None) -> tup
     """
     if world is None:
         return bubble, peak
-    own = torch.tensor([bubble, peak], dtype=torch.float64)  # exact for bytes below 2^53
+    # Exact for bytes below 2^53.
+    own = torch.tensor([bubble, peak], dtype=torch.float64, device="cpu")
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(world))]
     dist.all_gather(found, own, group=world)
     shares, sizes = torch.stack(found).unbind(1)

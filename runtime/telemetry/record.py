@@ -97,7 +97,7 @@ def offset(
     """
     if group is None:
         return 0.0
-    message = torch.zeros(1, dtype=torch.float64)
+    message = torch.zeros(1, dtype=torch.float64, device="cpu")
 
     def ask() -> float:
         dist.send(message, group=group, group_dst=0)

@@ -1,5 +1,6 @@
 """What sidecars do, shown on ranks without torch: who is blamed, who says so, and that all end."""
 
+import json
 import os
 import re
 import shutil
@@ -40,14 +41,19 @@ class Ended:
 
 
 def start(folder: Path, codes: list[str], per_node: int = 8, host: str = "127.0.0.1",
-          namespaces: tuple[str, ...] = ("",)) -> Ended:  # fmt: skip
-    """Run a rank for each code, and see that nothing is left of them."""
+          namespaces: tuple[str, ...] = ("",), turned: bool = False) -> Ended:  # fmt: skip
+    """Run a rank for each code, and see that nothing is left of them.
+
+    Args:
+        turned: whether a node's ranks are in the opposite order of the launcher's.
+    """
     token = uuid.uuid4().hex
     folder = folder / token
     folder.mkdir()
     ranks, environ = [], {**os.environ, "TOKEN": token}
     for rank, code in enumerate(codes):
         node, local = divmod(rank, per_node)
+        local = min(per_node, len(codes)) - 1 - local if turned else local
         space = namespaces[node % len(namespaces)]
         command = ["ip", "netns", "exec", space] if space else []
         command += [sys.executable, "-S", str(RANK), str(folder)]
@@ -184,6 +190,13 @@ def test_a_sidecar_that_is_killed_with_its_rank(after: Callable[[str], Ended]) -
     assert ended.codes == [-9, -15, -15]
 
 
+def test_a_plan_whose_rank_0_is_not_the_first_of_its_node(tmp_path: Path) -> None:
+    """Bug: the node's second guard was to speak, which was the lost one: nobody did."""
+    ended = start(tmp_path, [LOSES_BOTH, WAITS], turned=True)
+    (error,) = ended.errors
+    assert error.startswith("error: rank 0") and error.endswith(": its watchdog is gone")
+
+
 def test_a_rank_that_does_not_listen(tmp_path: Path) -> None:
     deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITS}"
     assert start(tmp_path, [WAITS, deaf, IS_KILLED]).codes == [-15, -9, -9]
@@ -224,7 +237,8 @@ def test_a_rank_that_leaves_too_early(after: Callable[[str], Ended]) -> None:
 
 def test_no_rank_0_to_be_found(tmp_path: Path) -> None:
     """The port of rank 0's sidecar is behind a firewall: the run goes on without a watchdog."""
-    (tmp_path / "autopipe.watchdog").write_text('["127.0.0.1", 1, "token", 0]')
+    address = {"host": "127.0.0.1", "port": 1, "token": "", "hub_node": 0, "hub_local_rank": 0}
+    (tmp_path / "autopipe.watchdog").write_text(json.dumps(address))
     (tmp_path / "0.pid").touch()  # as if rank 0 had come
     rank_1_of_2 = ("1", "2", "0", "1", "127.0.0.1")
     found = subprocess.run(
