@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from autopipe.cli.running.ranks import world_here
 from autopipe.planfile.contents import Plan
 from tests.support.shell import (
     BATCHES,
@@ -237,11 +238,17 @@ def test_srun_trains_as_torchrun_does(planned: Path) -> None:
     assert srun.out.splitlines()[-1] == torchrun.out.splitlines()[-1]
 
 
-def test_local_in_a_shell_that_srun_has_started(planned: Path) -> None:
-    """`srun --pty bash` starts one process, the shell, and what is called there inherits its rank.
+def test_whose_process_a_shell_of_srun_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun --pty bash` starts one, the shell: what is called there inherits its rank."""
+    for size, local, alone in ((1, 2, True), (1, 1, False), (1, None, False), (2, 2, False)):
+        for name, value in srun_environment(0, size, 29500).items():
+            monkeypatch.setenv(name, value)
+        assert (world_here(local) is None) == alone
 
-    Bug: the run was refused, as one process where the plan is for 2, with `--local 2` as the hint.
-    """
+
+@pytest.mark.long
+def test_local_in_a_shell_that_srun_has_started(planned: Path) -> None:
+    """Bug: refused as one process where the plan is for 2, with `--local 2` as the hint."""
     shell = srun_environment(0, 1, free_port())
     check_run(rank(*RUN, "--local", "2", folder=planned, environ=shell)(), stages=1)
 

@@ -69,19 +69,32 @@ def gradients(model: nn.Module) -> list[float]:
     return sorted(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("optimize", [True, False])
-def test_each_parameter_has_a_gradient_of_its_own(tmp_path: Path, optimize: bool) -> None:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Untrained, Path]:
+    """The model, and its file by torch's exporter, which takes seconds."""
+    path = tmp_path_factory.mktemp("onnx") / "net.onnx"
+    return exported(path), path
+
+
+def test_each_parameter_has_a_gradient_of_its_own(written: tuple[Untrained, Path]) -> None:
     """The file says what each op read: as many parameters as the model had, with its gradients."""
-    own = exported(tmp_path / "net.onnx", optimize=optimize)
-    read = autopipe.from_onnx(tmp_path / "net.onnx")
+    check_gradients(*written)
+
+
+@pytest.mark.long
+def test_a_file_that_is_not_optimized(tmp_path: Path) -> None:
+    check_gradients(exported(tmp_path / "net.onnx", optimize=False), tmp_path / "net.onnx")
+
+
+def check_gradients(own: Untrained, path: Path) -> None:
+    read = autopipe.from_onnx(path)
     assert gradients(read) == pytest.approx(gradients(own), rel=1e-4, abs=1e-6)
     # Twice the offset, which the exporter has computed, is no parameter.
     assert len({"offset", "mul_2"} & {name for name, _ in read.named_buffers()}) == 1
 
 
-def test_what_is_trained_is_said(tmp_path: Path) -> None:
-    exported(tmp_path / "net.onnx")
-    said = facts_of(nn.Sequential(autopipe.from_onnx(tmp_path / "net.onnx")))
+def test_what_is_trained_is_said(written: tuple[Untrained, Path]) -> None:
+    said = facts_of(nn.Sequential(autopipe.from_onnx(written[1])))
     assert all(line.startswith("net.onnx: ") for line in said)
     assert any("parameters of their own again" in line for line in said)
     changes, *rest = said

@@ -155,16 +155,25 @@ def test_as_many_processes_as_the_plan_has() -> None:
     )
 
 
-def test_a_script_is_told_how_to_start_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_is_told_how_to_start_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`autopipe run plan.json` would train by the model file, not by the script's loop."""
-    monkeypatch.setattr("sys.argv", ["out/train.py", "--steps", "3"])
-    with pytest.raises(LaunchError) as error:
-        check_world(World(0, 2, 0, 2, 0, "", 0), 1)
-    assert str(error.value) == (
-        "the plan is for 1 process, found 2 (this is rank 0, on node 0)\n"
-        "hint: torchrun --nproc-per-node 1 train.py\n"
-        "  or: srun -n 1 python train.py"
-    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/train.py").touch()
+    for called, named in (
+        (["out/train.py", "--steps", "3"], "out/train.py"),
+        (["-c"], "SCRIPT.py"),
+    ):
+        monkeypatch.setattr("sys.argv", called)
+        with pytest.raises(LaunchError) as error:
+            check_world(World(0, 2, 0, 2, 0, "", 0), 1)
+        assert str(error.value) == (
+            "the plan is for 1 process, found 2 (this is rank 0, on node 0)\n"
+            f"hint: torchrun --nproc-per-node 1 {named}\n"
+            f"  or: srun -n 1 python {named}"
+        )
 
 
 def test_the_interface_of_gloo() -> None:
