@@ -115,7 +115,7 @@ def compared(
 
     Raises:
         Unmatched, Unrepeatable: as `Unsplit.step`.
-        ModelError: the loss is no number, on either side.
+        ModelError: the loss is a number on neither side.
     """
     layout, rows = RankLayout.of(plan, unsplit.frozen), list[TensorRow]()
     for number, batch in enumerate(batches):
@@ -163,13 +163,14 @@ def _check_number(unsplit: Tensor, split: Tensor, step: int) -> None:
 
 
 def _noise(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far rounding alone moves each gradient, as a share."""
+    """How far rounding alone moves each gradient, as a share; without those that have no bounds."""
     largest = max((_largest(gradient) for gradient in expected.values()), default=0.0)
-    return {
+    shares = {
         name: off(found[name], gradient, FLOOR * largest)
         for name, gradient in expected.items()
         if name in found
     }
+    return {name: share for name, share in shares.items() if math.isfinite(share)}
 
 
 def rounding(plan: Plan) -> float:
@@ -299,8 +300,7 @@ class _StepOfRanks:
         allowed: float,
         noise: Mapping[str, float] | None = None,
     ) -> TensorRow:
-        known = ((name, share) for name, share in (noise or {}).items() if math.isfinite(share))
-        most = {name: TWICE * share for name, share in known}
+        most = {name: TWICE * share for name, share in (noise or {}).items()}
         shares = [(off(found, expected, scale), name) for name, found, expected, scale in pairs]
         furthest = max(shares, key=lambda share: share[0], default=(0.0, ""))
         wrong = dict.fromkeys(

@@ -171,6 +171,7 @@ class Unsplit:
                     _add(of_replica, self._take_gradients())
                 self._of_replicas[replica] = self._snapshot()
                 _add(total, of_replica)
+            self._of_replicas[dp:] = self._of_replicas[:1] * (plan.mesh.dp - dp)  # one pass for all
         return self._finish(total, results, weights, scale)
 
     def _snapshot(self) -> dict[str, Tensor]:
@@ -193,9 +194,8 @@ class Unsplit:
     @torch.no_grad()
     def follow(self, other: Unsplit) -> None:
         """Take the parameters and buffers of another `Unsplit` of the same model."""
-        for parameter, source in zip(
-            self.model.parameters(), other.model.parameters(), strict=True
-        ):
+        pairs = zip(self.model.parameters(), other.model.parameters(), strict=True)
+        for parameter, source in pairs:
             parameter.copy_(source)
         self._of_replicas = [dict(buffers) for buffers in other._of_replicas]
 
@@ -212,7 +212,7 @@ class Unsplit:
         generator, half = torch.Generator().manual_seed(seed), torch.finfo(dtype).eps / 2
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         exact, after = [p.detach().clone() for p in parameters], self._of_replicas
-        self._of_replicas, self._steps = self._before, self._steps - 1
+        self._of_replicas, self._steps = [*self._before], self._steps - 1
         with torch.no_grad():
             for parameter in parameters:
                 share = 2 * torch.rand(parameter.shape, generator=generator) - 1
@@ -312,7 +312,7 @@ class Unsplit:
             # fp16 has overflowed: a step that is passed over, whose norm a pipe calls infinite.
             total, norm = {}, torch.tensor(torch.inf)
         loss = (torch.stack(weighed).sum() / divisor).to(results[0][0].dtype)
-        return WholeStep(loss, total, norm, self._of_replicas, self._before)
+        return WholeStep(loss, total, norm, [*self._of_replicas], [*self._before])
 
 
 def check_statistics(plan: Plan, graph: Graph) -> None:
