@@ -40,6 +40,7 @@ def test_a_loss_that_reads_the_models_parameters_trains_them():
 
 VIEWS = {
     "the transpose": lambda model: model.middle.weight.detach().T,
+    "the transpose, with a gradient": lambda model: model.middle.weight.T,
     "a row": lambda model: model.middle.weight.detach()[0],
     "half of a buffer": lambda model: model.scales[:4],
 }
@@ -75,6 +76,19 @@ def test_what_a_loss_has_detached_before_has_no_gradient():
     def beside(outputs, batch):
         near = sum((alias - view.mean()).square().mean() for view in views)
         return square(outputs, batch) + near * model.middle.weight.norm()
+
+    assert unlike(model, beside) == []
+
+
+@pytest.mark.parametrize("view", [lambda p: p[:], lambda p: p.view(p.shape)], ids=["[:]", "view"])
+def test_what_a_loss_has_not_detached_trains_the_parameter(view):
+    """Bug: all that was made of a parameter before was taken for what `.detach()` had made, and
+    the gradient through it was lost."""
+    model = built(Net)
+    held = view(model.middle.weight)
+
+    def beside(outputs, batch):
+        return square(outputs, batch) + 0.1 * held.square().sum()
 
     assert unlike(model, beside) == []
 

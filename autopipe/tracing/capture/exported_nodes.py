@@ -164,7 +164,7 @@ def constant_of(
     """The tensor behind a placeholder that is neither a parameter nor a buffer of the model.
 
     Raises:
-        CaptureError: it has no values, or eager would give it a gradient.
+        CaptureError: it has no values.
     """
     value = (
         exported.state_dict[target] if target in exported.state_dict else exported.constants[target]
@@ -177,13 +177,7 @@ def constant_of(
             "computed from parameters or from a batch before",
             hint="compute it in forward, or register it with register_buffer",
         )
-    if value.requires_grad:
-        raise CaptureError(
-            f"{at}a tensor of shape {tuple(value.shape)} that requires a gradient comes in here "
-            "from outside of the model, where no optimizer trains it",
-            hint="make it an nn.Parameter of the model, or read it by .detach()",
-        )
-    return value.detach()  # a frozen parameter of the loss would be one of its stage
+    return value
 
 
 def check_statistics(graph: Graph) -> Graph:

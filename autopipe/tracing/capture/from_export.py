@@ -177,7 +177,8 @@ class _Converter:
             own = self.memory.lent(constant, placeholder)
             kind, name = own or self.memory.state_of(self._name_constant(name), constant)
             if kind == "constant":
-                self.constants.setdefault(name, constant)
+                # A frozen parameter of the loss would be one of its stage.
+                self.constants.setdefault(name, constant.detach())
         name, *others = self._aliases.get(name, (name,))
         trainable = kind == "parameter" and self.model.get_parameter(name).requires_grad
         look = self._spec(placeholder.meta["val"])

@@ -7,6 +7,7 @@
     loss: ... @ model.table.weight.T            the weight of a twin: the model's own
     loss: ... @ transposed                      a view made before, of that weight: refused
     loss: ... @ detached                        it by .detach(), made before: no gradient
+    loss: ... @ the_whole                       it by [:], made before: the model's own, trained
 
 Export makes a constant of each place at which a tensor comes in that is neither a parameter nor a
 buffer, and ranks have each state of a graph in memory of its own.
@@ -57,20 +58,29 @@ class SameMemory:
         none of them.
 
         Raises:
-            CaptureError: it is a view of one; names the user's line.
+            CaptureError: it is a view of one, or eager would give it a gradient; names the user's
+                line.
         """
+        places = [user_lines.of_trace(user.stack_trace) for user in placeholder.users]
+        at = f"{places[0]}: " if places and places[0] else ""
         of_memory = self._lent.get(storage_key(constant), ())
         for kind, name, tensor in of_memory:
-            if _where(tensor) == _where(constant):
+            trained = kind == "parameter" or not constant.requires_grad
+            if _where(tensor) == _where(constant) and trained:
                 return kind, name
         for kind, name, tensor in of_memory:
             if constant.numel() and overlap(tensor, constant):
-                places = [user_lines.of_trace(user.stack_trace) for user in placeholder.users]
                 raise CaptureError(
-                    f"{places[0] + ': ' if places and places[0] else ''}a view of the {kind} "
-                    f"{name!r} is read here that was made before; no rank has it",
+                    f"{at}a view of the {kind} {name!r} is read here that was made before; no rank "
+                    "has it",
                     hint="make the view where it is read: model.layer.weight.T in the loss itself",
                 )
+        if constant.requires_grad:
+            raise CaptureError(
+                f"{at}a tensor of shape {tuple(constant.shape)} that requires a gradient comes in "
+                "here from outside of the model, where no optimizer trains it",
+                hint="make it an nn.Parameter of the model, or read it by .detach()",
+            )
         return None
 
     def state_of(self, name: str, constant: Tensor) -> tuple[str, str]:
@@ -169,7 +179,7 @@ class WithoutGradients(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _parameter(self, leaf: Any) -> Tensor | None:
-        if type(leaf) is not Tensor or is_fake(leaf):
+        if type(leaf) is not Tensor or leaf.requires_grad or is_fake(leaf):
             return None
         with no_function_modes():  # to look at memory is no call of the model's
             inside = leaf.layout == torch.strided and storage_key(leaf) in self._storages
