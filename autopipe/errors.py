@@ -92,7 +92,8 @@ class OtherBranch(Uncaptured):
 
 
 class LaterBranch(Uncaptured):
-    """A later call of the model takes another branch, by a buffer that counts calls."""
+    """A later call of the model reads another value: a buffer counts calls, or an update has moved
+    weights."""
 
 
 class DrawnBranch(Uncaptured):

@@ -11,6 +11,7 @@ computation (`self.last = hidden`) makes the same calls in a second run, and is 
 
 from __future__ import annotations
 
+import json
 import marshal
 import re
 import weakref
@@ -165,9 +166,9 @@ def other_reads(first: Sequence[Read], again: Callable[[], Sequence[Read]]) -> C
     for read, later in zip(first, again(), strict=False):
         if read.checked and repr(read) != repr(later):  # where nan is nan
             return CaptureError(
-                f"{read.place}: Python reads {read.value!r} from a tensor in a first call of the "
-                f"model and {later.value!r} in a second one, on the same rows; a graph has one of "
-                "the two for good",
+                f"{read.place}: Python reads {answer(read.value)!r} from a tensor in a first call "
+                f"of the model and {answer(later.value)!r} in a second one, on the same rows; a "
+                "graph has one of the two for good",
                 hint="compute with the tensor: torch.clamp(self.step / 10, max=1); what a first "
                 "call is to initialise, call the model once for in model()",
             )
@@ -182,7 +183,7 @@ def of_other_rows(first: Read | None, other: Read) -> Uncaptured:
     """The error where other rows give another read than the first rows; None: these give none."""
     return OtherBranch(
         f"{other.place}: Python reads {_value(first)} from a tensor here of the first two rows, "
-        f"and {other.value!r} of the next two",
+        f"and {_value(other)} of the next two",
         hint="make the branch part of the computation (torch.where)",
         lines=True,
     )
@@ -192,7 +193,7 @@ def of_other_draws(first: Read | None, other: Read) -> Uncaptured:
     """The error where other random numbers give another read than the first ones."""
     return DrawnBranch(
         f"{other.place}: Python reads {_value(first)} from a tensor here with some random "
-        f"numbers, and {other.value!r} with others, on the same rows; a graph has one of the two "
+        f"numbers, and {_value(other)} with others, on the same rows; a graph has one of the two "
         "for good",
         hint="compute with the tensor: torch.where(torch.rand(()) < 0.5, self.layer(x), x)",
         lines=True,
@@ -200,7 +201,12 @@ def of_other_draws(first: Read | None, other: Read) -> Uncaptured:
 
 
 def _value(read: Read | None) -> str:
-    return "nothing" if read is None else repr(read.value)
+    return "nothing" if read is None else repr(answer(read.value))
+
+
+def answer(value: bool | int | float | str) -> Any:
+    """What Python reads where a record has this value: text is JSON, of a list or an infinity."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 @contextmanager

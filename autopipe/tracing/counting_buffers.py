@@ -1,9 +1,7 @@
-"""Find reads of buffers that count calls, and after how many calls they give another value; and
-numbers that are read of weights, which an update changes.
+"""Find reads of buffers that count calls, and after how many calls they give another value.
 
     self.calls += 1                     a buffer
     if self.calls >= 1000: ...          reads False in a first call, and True in the 1000th
-    x * self.alpha.item()               another number after each update
 
 The record of a model's reads is that of a first call, and a micro-batch that reads otherwise is
 refused. So the call of the module or method that reads runs as it is or, if none can, whoever plans
@@ -24,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.eager.counts import AHEAD, MOST_PLACES
+from autopipe.eager.second_run import answer
 from autopipe.eager.taint import Taint
 from autopipe.errors import LaterBranch
 from autopipe.ir.tensors import tensors_in
@@ -37,75 +36,30 @@ Numbers = Mapping[str, float]
 """The values of the buffers of one number."""
 
 
-def later_read(
-    model: nn.Module, rows: Sequence[Tensor], first: Sequence[Read], again: Again, refuse: bool
-) -> str:
-    """The words for a read that gives another value after more calls, or after an update of the
-    weights; "" if none is found.
+def later_read(model: nn.Module, first: Sequence[Read], again: Again, refuse: bool) -> str:
+    """The words for a read that gives another value after more calls; "" if none is found.
 
     The model's buffers are left changed.
 
     Args:
-        rows: the tensors of each call.
         first: the reads of the first call, which those of the second one equal.
         refuse: whether to raise the words where the value is read.
 
     Raises:
         LaterBranch: with the words, in the model's own code.
     """
-    if words := _after_an_update(model, rows, first, again, refuse):
-        return words
     for calls, reads, repeat in _later_calls(model, again):
         for read, later in zip(first, reads, strict=False):
             if read.checked and repr(read) != repr(later):  # where nan is nan
+                now, then = answer(read.value), answer(later.value)
                 words = (
-                    f"{read.place}: Python reads {read.value!r} from a tensor here, and "
-                    f"{later.value!r} after some {calls} calls of the model, which a buffer counts"
+                    f"{read.place}: Python reads {now!r} from a tensor here, and {then!r} after "
+                    f"some {calls} calls of the model, which a buffer counts"
                 )
                 if refuse:
                     repeat(expected=first, unlike=partial(_refusal, words))
                 return f"{words}: that micro-batch is refused in the run"
     return ""
-
-
-def _after_an_update(
-    model: nn.Module, rows: Sequence[Tensor], first: Sequence[Read], again: Again, refuse: bool
-) -> str:
-    """The words for a number that is another one as soon as weights are; "" if there is none."""
-    weights = [p for p in model.parameters() if p.requires_grad and not is_fake(p)]
-    numbers = [read.checked and isinstance(read.value, float) for read in first]
-    if not any(numbers) or not weights or sum(p.numel() for p in weights) > _MOST_WEIGHTS:
-        return ""
-    try:
-        again(taint=Taint(rows))
-    except Exception:  # ReadsParameter: it depends on rows, too, and other rows are looked at
-        return ""
-    before = [p.detach().clone() for p in weights]
-    try:
-        with torch.no_grad():
-            for parameter in weights:
-                parameter.mul_(1 + 2**-7).add_(2**-10)
-        reads: Sequence[Read] = ()
-        with suppress(Exception):  # whatever the user's code raises
-            reads = again()
-        for is_number, read, later in zip(numbers, first, reads, strict=False):
-            if is_number and repr(read) != repr(later):
-                words = (
-                    f"{read.place}: Python reads the number {read.value!r} from a tensor here, "
-                    "which is computed of trained weights, and has another one after an update"
-                )
-                if refuse:
-                    again(expected=first, unlike=partial(_refusal, words))
-                return f"{words}: the micro-batches after it are refused in the run"
-    finally:
-        with torch.no_grad():
-            for parameter, value in zip(weights, before, strict=True):
-                parameter.copy_(value)
-    return ""
-
-
-_MOST_WEIGHTS = 2**26
-"""So many weights of a model are moved, to look at the numbers that it reads of them."""
 
 
 def _refusal(words: str, known: Read | None, found: Read) -> LaterBranch:

@@ -38,6 +38,7 @@ from autopipe.tracing.capture.low_precision import parameters_in
 from autopipe.tracing.capture.program import Program
 from autopipe.tracing.capture.value_guards import NeedsNumbers, ReadsParameter, record
 from autopipe.tracing.counting_buffers import later_read
+from autopipe.tracing.numbers_of_weights import number_of_weights
 
 Within = Callable[[], AbstractContextManager[object]]
 """Makes what a run of a program happens in."""
@@ -137,8 +138,7 @@ class _RunsOfALook:
 
         If the run has found assigned buffers, the calls are noted in another run, which writes
         these buffers instead."""
-        program = self.program
-        known = program.found.counts
+        program, known = self.program, self.program.found.counts
         with as_before(*program.parts):
             found = self._watched(within, noted)
         if program.found.counts != known:
@@ -168,25 +168,27 @@ class _RunsOfALook:
             changed = True
         generators.check(before, again)
         other = second_run.other_reads(found, again) if changed and found else None
-        self.program.found.otherwise = other  # of this look alone: the one before had other regions
-        of = self.program.found
-        of.later, refuse = "", self.others is not None and of.refuses_later
-        if other is None and any(read.checked for read in found):
+        of, checked = self.program.found, any(read.checked for read in found)
+        of.otherwise, of.later = other, ""  # of this look alone: the one before had other regions
+        later = self.program.model, found, again, self.others is not None and of.refuses_later
+        if changed and checked and other is None:
             with restoring(*self.program.parts):
-                of.later = later_read(self.program.model, self.tensors, found, again, refuse)
-        if drew and other is None and any(read.checked for read in found):
+                of.later = later_read(*later)
+        if drew and checked and other is None:
             self._check_draws(found, taint)
-        if self.others is not None and any(read.checked for read in found):
+        if self.others is not None and checked:
             self._check_others(found, self.others(), within, taint)
+        if checked and other is None and not of.later:
+            with restoring(*self.program.parts):
+                of.later = number_of_weights(*later)
         return found
 
     def _check_draws(self, found: Sequence[Read], taint: Taint) -> None:
         """Refuse reads that give other values with other random numbers."""
         for seed, most in second_run.DRAWS:
-            held = partial(record, expected=found, unlike=second_run.of_other_draws, taint=taint)
             try:
                 with second_run.other_draws(seed, most):
-                    held(self.run, self.run, numbers=self.numbers)
+                    self.again(taint=taint, expected=found, unlike=second_run.of_other_draws)
             except (DrawnBranch, ReadsParameter):
                 raise
             except Exception:  # the model may fail on the least or the most that can be drawn
@@ -298,7 +300,6 @@ def _record(
 ) -> tuple[Read, ...]:
     """The reads of runs with fake parameters or, where these do not do, with weights; as `look`."""
     program, tensors = runs.program, runs.tensors
-    why: Exception
     try:
         with quiet(), Generators().restored(), caches_put_back(*program.parts):
             return runs.reads(within)

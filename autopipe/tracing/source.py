@@ -21,6 +21,7 @@ from autopipe.frontend.loss import Loss
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.user_module import facts_of
 from autopipe.ir import torch_private
+from autopipe.ir.torch_patches import one_process
 from autopipe.opaque.scripted import plain
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import InputSpec
@@ -196,7 +197,8 @@ def trace_source(
                 f"{numbers.memory(needed)}, and {numbers.memory(free)} are free",
                 hint="express the branch as a computation (torch.where)",
             )
-        with torch.random.fork_rng(devices=[]):  # a seed in it is of its weights, not of draws
+        drawn = torch.random.fork_rng(devices=[])  # a seed in it is of its weights, not of draws
+        with drawn, one_process():
             return plain(model())
 
     return trace(

@@ -1,9 +1,11 @@
-"""A branch by a buffer that counts calls: the call or the lines around it run as they are. Where
-nothing can, planning says after how many calls a run takes the other side."""
+"""A branch by a buffer that counts calls, or a number of trained weights: the call or the lines
+around it run as they are. Where nothing can, planning says after how many calls, or that after an
+update, a run would read another value."""
 
 import pytest
 import torch
 
+from autopipe.tracing import numbers_of_weights
 from tests.support.odd_models import Net, built, inputs, planned, square, unlike_whole_or_cut
 from tests.support.staged import trace_model
 
@@ -141,13 +143,37 @@ class ReadsAWeight(Net):
         return self.middle(hidden) * self.alpha.item() + self.alpha * hidden
 
 
-def test_a_number_of_a_trained_weight_is_read_anew():
-    """Bug: it was planned with the number of the first step, and refused in the second one."""
+class ReadsRowsToo(ReadsAWeight):
+    def forward(self, x):
+        assert torch.isfinite(x).all()
+        return super().forward(x)
+
+
+class ReadsAnotherNumber(ReadsAWeight):
+    """Of rows and weights, and the same of all."""
+
+    def forward(self, x):
+        return super().forward(x) / self.up(x).abs().min().clamp(0.0, 0.0).add(1.0).item()
+
+
+@pytest.mark.parametrize("kind", [ReadsAWeight, ReadsRowsToo, ReadsAnotherNumber])
+def test_a_number_of_a_trained_weight_is_read_anew(kind):
+    """Bugs: it was planned with the number of the first step, and refused in the second one; then
+    so where anything read rows, too."""
     said = []
-    (region,) = planned(built(ReadsAWeight), said=said).regions
+    (region,) = planned(built(kind), said=said).regions
     assert "inside" in str(region)
     (line,) = (line for line in said if "runs as it is" in line)
     assert "Python reads the number 0.5 from a tensor here, which is computed of trained" in line
+
+
+@pytest.mark.parametrize(("most", "lines"), [(1, 1), (0, 0)])
+def test_of_many_weights_the_smallest_tensors_are_looked_at(monkeypatch, most, lines):
+    """Bug: of a large model no number was."""
+    monkeypatch.setattr(numbers_of_weights, "MOST_WEIGHTS", most)
+    said = []
+    trace_model(built(ReadsAWeight), inputs, square, say=said.append)
+    assert len([line for line in said if "Python reads the number 0.5" in line]) == lines
 
 
 def test_where_a_weight_s_number_cannot_be_read_anew_it_is_said():

@@ -139,8 +139,22 @@ def test_a_branch_that_changes_with_a_buffer_runs_as_it_is(kind, calls):
     assert unlike(built(kind), traced=trace) == []
 
 
+class ByComparison(BySign):
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        return hidden * 2 if hidden.sum() > self.border else hidden
+
+
 def test_a_branch_that_all_rows_take_is_traced():
-    assert trace_model(built(BySign), inputs, square, others=lambda: inputs(2)).regions == ()
+    """But one by a number, which is compared with that of the first step to the last bit, is not:
+    it is another one after each update, whatever rows make of it."""
+
+    def traced(kind):
+        return trace_model(built(kind), inputs, square, others=lambda: inputs(2))
+
+    assert traced(ByComparison).regions == ()
+    (region,) = traced(BySign).regions
+    assert "computed of trained weights" in region.why
 
 
 class AtTheTop(Net):

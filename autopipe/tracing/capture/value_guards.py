@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.eager import logged_reads
 from autopipe.eager.logged_reads import Number, used
-from autopipe.eager.second_run import Unexpected, of_other_rows
+from autopipe.eager.second_run import Unexpected, answer, of_other_rows
 from autopipe.eager.taint import Taint
 from autopipe.errors import AutopipeError, CaptureError, ModelError, Uncaptured
 from autopipe.frontend import refusals, user_lines
@@ -84,15 +84,10 @@ def _value(name: str, tensor: Tensor) -> bool | int | float | str:
 
 
 def _written(value: Any) -> bool | int | float | str:
-    """A value as a plan has it: lists, infinities and nan are JSON text."""
+    """The inverse of `answer`, as a plan has a value: lists, infinities and nan are JSON text."""
     as_text = isinstance(value, list) or (isinstance(value, float) and not math.isfinite(value))
     written: bool | int | float | str = json.dumps(value) if as_text else value
     return written
-
-
-def _answer(value: bool | int | float | str) -> Any:
-    """The inverse of `_written`."""
-    return json.loads(value) if isinstance(value, str) else value
 
 
 @torch.library.custom_op("autopipe::read", mutates_args=())
@@ -129,8 +124,8 @@ def _compare(tensor: Tensor, read: Read) -> None:
     found = _value(read.kind, tensor)
     if found != _written(read.value):
         raise ModelError(
-            f"{read.place}: Python read {_answer(read.value)!r} from a tensor here when the model "
-            f"was traced, and reads {_answer(found)!r} in this micro-batch: the traced branch is "
+            f"{read.place}: Python read {answer(read.value)!r} from a tensor here when the model "
+            f"was traced, and reads {answer(found)!r} in this micro-batch: the traced branch is "
             "not the one it would take",
             hint="plan with inputs that take the branch your batches take, or make the branch "
             "part of the computation (torch.where)"
@@ -163,8 +158,9 @@ class _Recording(TorchFunctionMode):
         if name == "__format__" and known and self._unknown(args[0]):
             return logged_reads.as_text(*args)
         if name == "__format__" and known and args[0].ndim == 0:
-            number = args[0].item()
-            place = user_lines.here(alone=True)
+            number, place = args[0].item(), user_lines.here(alone=True)
+            if isinstance(number, complex):  # which no plan holds
+                raise noted(refusals.takes_a_number(place))
             self.reads.append(Read(name, _written(number), place, checked=self._numbers))
             self._check_expected(len(self.reads) - 1)
             return format(self._shown(number), args[1])
@@ -195,7 +191,7 @@ class _Recording(TorchFunctionMode):
             raise noted(ReadsParameter(read.place))
         self.reads[index] = replace(read, checked=True)
         self._check_expected(index)
-        return _answer(read.value)
+        return answer(read.value)
 
     def _check_expected(self, index: int) -> None:
         """Refuse a read that differs from the expected one, at the place where it is used."""
@@ -312,8 +308,8 @@ class _Replaying(TorchFunctionMode):
         if read.checked:
             read_op(_subject(name, args, kwargs or {}), index)
         if name == "__format__":
-            return format(_answer(read.value), args[1])
-        return _answer(read.value)
+            return format(answer(read.value), args[1])
+        return answer(read.value)
 
     def _is_next(self, kind: str) -> bool:
         """Whether the record goes on with a read of this kind at this line."""

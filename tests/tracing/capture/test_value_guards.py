@@ -1,5 +1,6 @@
 """What Python reads from tensors while a model runs, and what becomes of it."""
 
+import inspect
 import re
 
 import pytest
@@ -98,6 +99,25 @@ def test_a_model_whose_file_seeds_before_it_builds_is_built_anew_for_a_read():
 
     found = trace_source(seeded, ones(2), describe(ones(2), ones(3), 2, 3), None)
     assert text(found) == [("__bool__", True)]
+
+
+def test_a_model_that_is_built_anew_for_a_read_is_built_as_in_one_process(monkeypatch):
+    """Bug: a `model()` that asks torch.distributed built other layers there than it was traced
+    with."""
+
+    def is_initialized():
+        return inspect.stack()[1].filename == __file__  # torch is told the truth
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", is_initialized)
+    asked = []
+
+    def asking():
+        asked.append(torch.distributed.is_initialized())
+        return Reader(lambda m, x, hidden: bool(hidden.sum() > -1e9))
+
+    trace_source(asking, ones(2), describe(ones(2), ones(3), 2, 3), None)
+    assert len(asked) > 1
+    assert not any(asked)
 
 
 @pytest.mark.parametrize("kind", ["if", "tolist", "numpy"])
@@ -235,10 +255,17 @@ def test_what_is_no_finite_number_can_be_written_down(tmp_path):
         check(torch.tensor(torch.inf), lowest)
 
 
-def test_a_complex_number_is_refused_with_its_line():
+COMPLEX = {
+    "item": lambda m, x, h: (m.table * 1j).sum().item() == 6j,
+    "text": lambda m, x, h: f"{(x * 1j).mean()}",
+}
+
+
+@pytest.mark.parametrize("read", COMPLEX.values(), ids=COMPLEX)
+def test_a_complex_number_is_refused_with_its_line(read):
     """Bug: its plan was made, and then no file could hold it."""
     with pytest.raises(CaptureError, match=r"test_value_guards.py:\d+: torch takes a number from"):
-        traced(lambda m, x, h: (m.table * 1j).sum().item() == 6j, real=None)
+        traced(read, real=None)
 
 
 def test_a_micro_batch_that_takes_the_other_branch_is_refused():
