@@ -12,7 +12,8 @@ def made(bits):                             {"bits": 4}
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -33,13 +34,23 @@ def held_by(kind: type) -> dict[str, Any]:
     for method in ("forward", "setup_context", "backward"):
         code = inspect.unwrap(getattr(kind, method))
         if inspect.isfunction(code) and not code.__module__.startswith("torch."):
-            names, around = code.__code__.co_names, inspect.getclosurevars(code).nonlocals
+            names, around = code.__code__.co_names, _around(code)
             for name in (*names, *around):
                 value = around.get(name, getattr(kind, name, code.__globals__.get(name)))
                 inside = {} if isinstance(value, nn.Module | Tensor) else _fields(value)
                 values = {name: value, **{f"{name}.{n}": inside[n] for n in names if n in inside}}
                 found |= {label: held for label, held in values.items() if _is_number_or_text(held)}
     return dict(sorted(found.items()))
+
+
+def _around(code: Callable[..., Any]) -> dict[str, Any]:
+    """The names that code reads of the function in which it stands, if they are assigned by now."""
+    found: dict[str, Any] = {}
+    names, cells = code.__code__.co_freevars, code.__closure__
+    for name, cell in zip(names, cells or (), strict=True):
+        with suppress(ValueError):  # the cell is empty: `__class__`, or what is assigned later
+            found[name] = cell.cell_contents
+    return found
 
 
 def _fields(value: Any) -> Mapping[str, Any]:

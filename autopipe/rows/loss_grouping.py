@@ -259,8 +259,10 @@ def _refusal(
         f"{value[0]:.4g}" if len(value) == 1 else f"({value[0]:.4g}, {value[1]:.4g})"
         for value in values
     ]
+    then = "so its value would depend on the micro-batches that the batch is cut into"
     if len(whole) == 2:
         what = "sum and count of the whole are not those of the halves added"
+        then = "so it is no sum and count"
         hint = "a mean is returned alone; or autopipe.SumCount(sum over rows, what it counts)"
     elif _close(whole[0], first[0] + second[0]):
         what = "it is a sum over rows"
@@ -276,8 +278,7 @@ def _refusal(
         hint = _TOGETHER
     return ModelError(
         f"{place + ': ' if place else ''}the loss of {ROWS} rows is {shown[0]}, of their halves "
-        f"{shown[1]} and {shown[2]} (tried on made-up numbers{holes_text}): {what}, so its value "
-        "would depend on the micro-batches that the batch is cut into",
+        f"{shown[1]} and {shown[2]} (tried on made-up numbers{holes_text}): {what}, {then}",
         hint=hint,
     )
 

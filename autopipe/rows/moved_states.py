@@ -72,7 +72,7 @@ def check(graph: Graph) -> None:
                     f"{node.place}: {node.short}() computes with {root}, which the batch norm at "
                     f"{last.place} writes afterwards, unseen by autograd: its gradient would be "
                     "computed from what later micro-batches have written",
-                    hint="compute with a copy: self.norm.running_var.clone()",
+                    hint="compute with a copy: self.norm.running_var.clone(); or --micro-batches 1",
                 )
 
 

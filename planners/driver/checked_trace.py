@@ -72,7 +72,8 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
             fewer = partial(_of_fewer_tokens, request, example, specs)
             loss_grouping.check(trace, batch_of, request.loss, request.loss_over, say, fewer)
         if cut:
-            moved_states.check(trace.graph)
+            if constraints.micro_batches != 1:  # else no later one runs before a backward
+                moved_states.check(trace.graph)
             mixing = row_mixing.remark(trace, batch_of)
             others = (of.remark(trace.graph) for of in (moved_states, own_backwards))
             if_cut = tuple(line for line in (mixing, *others) if line)

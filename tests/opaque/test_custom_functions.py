@@ -466,3 +466,30 @@ def test_two_functions_of_one_name_differ_by_the_numbers_around_them():
     assert unlike(built(RoundedTwice)) == []
     calls = [node.args[1] for node in traced(RoundedTwice).graph.nodes if "autopipe" in node.op]
     assert [call.rpartition("(")[2] for call in calls] == ["_, bits=8)", "_, bits=2)"]
+
+
+def shifted(by):
+    """It adds a number of which one branch of the code alone would know."""
+    if by is not None:
+        most = by + 1
+
+    class Shifted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2 if by is None else x.clamp(max=most)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 3
+
+    return Shifted
+
+
+class Shifts(Net):
+    def inside(self, hidden):
+        return shifted(None).apply(self.middle(hidden))
+
+
+def test_a_variable_around_a_function_may_have_no_value():
+    """Bug: planning ended in a ValueError of Python's: "Cell is empty"."""
+    assert unlike(built(Shifts)) == []

@@ -7,8 +7,8 @@ from torch import nn
 
 from autopipe.errors import CaptureError
 from autopipe.rows import moved_states
-from tests.support.odd_models import Net, built, inputs, square
-from tests.support.staged import trace_model
+from tests.support.odd_models import Net, built, inputs, planned, refusal, square
+from tests.support.staged import Step, differences, staged_step, trace_model
 
 
 class Centre(Net):
@@ -156,7 +156,20 @@ def test_statistics_that_backward_reads_are_not_written_afterwards():
     with pytest.raises(CaptureError) as error:
         moved_states.check(graph)
     assert "mul() computes with [norm.running_var], which the batch norm at " in str(error.value)
-    assert error.value.hint == "compute with a copy: self.norm.running_var.clone()"
+    copy = "compute with a copy: self.norm.running_var.clone()"
+    assert error.value.hint == f"{copy}; or --micro-batches 1"
+
+
+def test_where_no_other_forward_runs_before_a_backward_they_may_be():
+    """Bug: it was refused for two replicas with a micro-batch each, too."""
+    plan = planned(built(WrittenAfterwards), dp=2, micro_batches=1)
+    assert (plan.mesh.dp, plan.batch.micro_batches) == (2, 1)
+    model, batch = built(WrittenAfterwards), inputs(4)
+    step = staged_step(model, trace_model(model, inputs, square), batch, [], 1)
+    loss = square(model(batch["x"]), batch)
+    loss.backward()
+    assert differences(step, Step.of([loss], model)) == []
+    assert "which the batch norm at" in refusal(built(WrittenAfterwards), dp=2, micro_batches=2)
 
 
 @pytest.mark.sweep(of=2)
