@@ -14,7 +14,9 @@ from functools import partial
 import pytest
 import torch
 
+from autopipe.eager.second_run import of_other_rows, other_reads
 from autopipe.ir.fingerprint import fingerprint
+from autopipe.planfile.parts import Read
 from autopipe.planners.driver import against_eager
 from autopipe.runtime.start import trace_planned
 from tests.support.odd_models import Net, built, inputs, planned, refusal, square, unlike
@@ -273,3 +275,15 @@ class Noise(Net):
 
 def test_random_numbers_that_one_keeps_are_refused():
     assert "draws random numbers in a first call" in refusal(Noise)
+
+
+def test_an_infinity_is_told_as_python_writes_it():
+    """Bug: it was told as the text that a plan has of it, in quotes."""
+    lowest, one = Read("item", "-Infinity", "net.py:7"), Read("item", 1.0, "net.py:7")
+    assert of_other_rows(lowest, one).message == (
+        "net.py:7: Python reads -inf from a tensor here of the first two rows, and 1.0 of the next "
+        "two"
+    )
+    error = other_reads([one], lambda: [lowest])
+    assert error is not None
+    assert "reads 1.0 from a tensor in a first call of the model and -inf in" in error.message
