@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopipe.planfile.contents import Plan
-from autopipe.rows.row_dims import joined, parted
+from autopipe.rows.row_dims import joined, outputs_lie, parted
 from autopipe.runtime.step.microbatches import LossWeights
 from autopipe.stages.bind import Split
 
@@ -83,19 +83,21 @@ def gathered(
     Returns:
         A tensor, or a dict of tensors by their paths, in host memory.
     """
-    paths = split.trace.outputs
+    paths, lie_of = split.trace.outputs, split.trace.lie
+    if plan.mesh.dp * micro_batches == 1:
+        lie_of = outputs_lie(split.trace.graph, len(paths), alone=True)
     of_each: list[list[Tensor]] = []
     for dp in range(plan.mesh.dp):
         by_microbatch = []
         for last in lasts[:micro_batches]:
             source = plan.mesh.rank(last, dp)
             is_source = world is None or dist.get_rank(world) == source
-            columns = zip(zip(*results, strict=True), split.trace.lie, strict=True)
+            columns = zip(zip(*results, strict=True), lie_of, strict=True)
             tensors = [_joined(parts, lie) for parts, lie in columns] if is_source else []
             by_microbatch.append(tensors if world is None else _from(source, tensors, world))
-        shares = zip(zip(*by_microbatch, strict=True), split.trace.lie, strict=True)
+        shares = zip(zip(*by_microbatch, strict=True), lie_of, strict=True)
         of_each.append([_in_order(share, lie, micro_batches) for share, lie in shares])
-    replicas = zip(zip(*of_each, strict=True), split.trace.lie, strict=True)
+    replicas = zip(zip(*of_each, strict=True), lie_of, strict=True)
     whole = [
         parts[0] if len(parts) == 1 else torch.cat(parts) if lie is None else joined(parts, *lie)
         for parts, lie in replicas

@@ -9,8 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+import autopipe
 from autopipe import Plan
+from tests.support.inprocess import machine
 from tests.support.long import sampled
 from tests.support.memory_stories import measured_as_planned
 from tests.support.pipes import (
@@ -106,3 +110,39 @@ def turns_beside_other_axes() -> None:
     """Replicas of such a pipeline, and tensor-parallel ranks in each of its ranks."""
     for more in sampled(({"dp": 2, "zero": 1}, {"tp": 2}), of=2):
         together("gpt", piped("gpt", in_turns("gpt", (1, 2, 1), **more)))
+
+
+class Views(nn.Module):
+    """Two views of each row: all rows of the one, then all of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.one(x), self.other(x)])
+
+
+@story(2)
+def outputs_of_two_views() -> None:
+    """All rows of a view stand together, of whichever ranks: replicas, or some that take turns."""
+
+    def inputs(rows: int) -> dict[str, Tensor]:
+        return {"x": torch.arange(4.0 * rows).reshape(rows, 4).sin()}
+
+    def loss(outputs: Tensor, batch: object) -> Tensor:
+        return outputs.square().mean()
+
+    torch.manual_seed(0)
+    model, batch = Views(), inputs(12)
+    model.name_in_zoo = "two views"  # type: ignore[assignment]  # for `pipes.once`
+    expected = model(batch["x"]).detach()
+    for pp, dp, more in ((1, 2, {}), (2, 1, {"turns": (2,)})):
+        made: list[Any] = [None]
+        if dist.get_rank() == 0:
+            wanted = {"pp": pp, "dp": dp, "batch_size": 12, "micro_batches": 3, **more}
+            made = [autopipe.plan(model, inputs, loss=loss, cluster=machine(2), **wanted)]
+        dist.broadcast_object_list(made)
+        assert (made[0].mesh.dp, made[0].turns) == (dp, more.get("turns", ()))
+        pipe = autopipe.parallelize(model, made[0], loss=loss)
+        close(pipe.evaluate(batch, outputs=True)[1], expected, f"outputs with {more}")
