@@ -86,10 +86,8 @@ _TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(dir
 
 
 def in_graph_module(name: str) -> str:
-    """The name of a state or a module in a graph module, which has a `graph` and a `code` itself.
-
-    No name that a user writes ends in `!`.
-    """
+    """The name of a state or a module in a graph module, which has a `graph` and a `code` itself;
+    no name that a user writes ends in `!`."""
     return ".".join(f"{part}!" if part in _TAKEN else part for part in name.split("."))
 
 
@@ -170,6 +168,11 @@ def lists_as_one_read() -> Iterator[None]:
 def expression(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Expr:
     """The sympy expression of a symbolic size."""
     return size.node.expr
+
+
+def hint(size: torch.SymInt) -> int | None:
+    """What a symbolic size is in the example; None: that depends on values of tensors."""
+    return cast("int | None", size.node.hint)
 
 
 def is_control_flow(op: object) -> bool:

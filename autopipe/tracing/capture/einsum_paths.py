@@ -2,9 +2,10 @@
 
 Where opt_einsum is installed, torch asks it for the order with the fewest operations. It compares
 counts that depend on the rows, and a trace in which these are compared holds for its rows alone.
-Here it gets the shapes of two rows, as a trace has them: all orders compute the same, to rounding.
+Here it gets the shapes of the example, two rows as long as the plan's: all orders compute the same,
+to rounding, but one by other lengths may take more operations for each token.
 
-    einsum("bld,bln,bld->bldn", dt, B, u)    dt [b, 6, 16], b a symbol    ->  shapes of b = 2
+    einsum("bld,bln,bld->bldn", dt, B, u)    dt [b, s, 16], symbols    ->  shapes of b = 2, s = 6
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from torch import Tensor
 from torch.backends import opt_einsum
 
 from autopipe.ir.torch_patches import patched
-from autopipe.ir.torch_private import expression
+from autopipe.ir.torch_private import hint
 
-ROWS = 2
+MADE = 2
+"""The size of a dim that depends on values of tensors, which a trace has not."""
 
 
 @contextmanager
-def of_two_rows() -> Iterator[None]:
-    """Within, orders are chosen for two rows, and no number of rows is compared."""
+def of_the_example() -> Iterator[None]:
+    """Within, orders are chosen for the example, and no number of rows is compared."""
     library = opt_einsum.get_opt_einsum()
     if library is None:
         yield
@@ -43,8 +45,8 @@ def of_two_rows() -> Iterator[None]:
 
 
 def _number(size: int | torch.SymInt) -> int:
-    """A size of two rows."""
+    """A size in the example."""
     if isinstance(size, int):
         return size
-    found = expression(size)
-    return int(found.subs(dict.fromkeys(found.free_symbols, ROWS)))
+    found = hint(size)
+    return MADE if found is None else found

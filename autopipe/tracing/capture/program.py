@@ -182,7 +182,7 @@ class Program(nn.Module):
             copies_are_values(),
             counting_rows(),
             chosen_by_tensors(),
-            einsum_paths.of_two_rows(),
+            einsum_paths.of_the_example(),
             inference_without_gradients(),
             of_absent_gpus(),
             refused_effects.RefusedCalls(),
