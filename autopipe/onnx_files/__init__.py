@@ -8,6 +8,7 @@ Other rooms use: `source.as_module`. Users: `autopipe.from_onnx`, which is `modu
 
     source       a file as a model file: model(), inputs(batch_size), a loss
     module       the nodes of a file, run one after another          start reading here
+    read         the file, checked
     entries      its inputs, and names
     trained      which initializers training changes
     ties         weights that it holds more than once

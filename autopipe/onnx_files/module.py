@@ -30,6 +30,7 @@ from autopipe.onnx_files.control import InnerGraph, control
 from autopipe.onnx_files.elementwise import DTYPES
 from autopipe.onnx_files.entries import FileInput, entries_of, inputs_of, python_names
 from autopipe.onnx_files.ops import function_of, is_default
+from autopipe.onnx_files.read import read
 from autopipe.onnx_files.ties import Matrices, apart, origins
 from autopipe.onnx_files.trained import few, is_mask, mixed, read_names, told, trained_names
 from autopipe.onnx_files.values import (
@@ -296,7 +297,7 @@ def from_onnx(path: str | Path) -> nn.Module:
         ModelError: onnx is not installed, this is no ONNX file, or an op of it is not read.
     """
     path = Path(path)
-    model = _read(path)
+    model = read(path)
     names = [entry.name for entry in entries_of(inputs_of(model.graph), path.name)]
 
     def forward(self: OnnxModule, *args: Any, **kwargs: Any) -> Any:
@@ -310,33 +311,6 @@ def from_onnx(path: str | Path) -> nn.Module:
     own = type("OnnxModule", (OnnxModule,), {"forward": forward, "__module__": __name__})
     made: nn.Module = own(model, path)
     return made
-
-
-def _read(path: Path) -> onnx.ModelProto:
-    try:
-        import onnx
-        from onnx import inliner, shape_inference
-    except ImportError as error:
-        raise ModelError(
-            f"{path} is read by onnx, which is not installed", hint="pip install onnx"
-        ) from error
-    if not path.is_file():
-        raise ModelError(f"there is no ONNX file {str(path)!r}", hint="check the path")
-    try:
-        model = onnx.load(str(path))
-        if all(value.type.tensor_type.HasField("shape") for value in model.graph.output):
-            onnx.checker.check_model(str(path))
-        else:  # a checker wants what a file need not say
-            model = shape_inference.infer_shapes(model)
-            onnx.checker.check_model(model)
-    except Exception as error:  # protobuf and the checker raise of every kind
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(
-            f"{path} is no ONNX file that can be read: {reason}",
-            hint="was it copied whole, with the files of weights beside it? "
-            "torch.onnx.export(model, inputs, FILE) writes one",
-        ) from error
-    return inliner.inline_local_functions(model)
 
 
 def _array(tensor: onnx.TensorProto, path: Path) -> np.ndarray[Any, Any]:

@@ -101,7 +101,8 @@ def trained_names(graph: onnx.GraphProto) -> frozenset[str]:
 
 def is_mask(array: np.ndarray[Any, Any]) -> bool:
     """Whether an infinity is among the entries of floats, or a number in place of one."""
-    return bool(array.size) and bool(np.abs(array.astype(np.float64)).max() >= _MASKED)
+    with np.errstate(invalid="ignore"):  # of an array with nan both are nan, and it is no mask
+        return bool(array.size) and max(float(array.max()), -float(array.min())) >= _MASKED
 
 
 def told(graph: onnx.GraphProto) -> bool:

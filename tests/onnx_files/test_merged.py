@@ -148,16 +148,31 @@ def test_what_the_exporter_has_computed_is_said(tmp_path: Path) -> None:
     assert "parametrizations.weight.original" in said
 
 
-def test_a_file_need_not_say_the_shape_of_its_output(tmp_path: Path) -> None:
-    """ONNX's checker wants one; it is inferred."""
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_file_need_not_say_the_shape_of_its_output(
+    elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX's checker wants one; it is inferred.
+
+    Bug: with the weights in it, of which protobuf takes no more than 2 GB.
+    """
+    infer = onnx.shape_inference.infer_shapes
+
+    def of_little(model: onnx.ModelProto) -> onnx.ModelProto:
+        assert model.ByteSize() < 200 or not elsewhere
+        return infer(model)
+
+    monkeypatch.setattr(onnx.shape_inference, "infer_shapes", of_little)
     graph = helper.make_graph(
         [helper.make_node("MatMul", ["x", "w"], ["y"])],
         "plain",
         [helper.make_tensor_value_info("x", 1, ["rows", 4])],
         [helper.make_tensor_value_info("y", 1, None)],
-        [numpy_helper.from_array(np.ones((4, 3), np.float32), "w")],
+        [numpy_helper.from_array(np.ones((4, 300), np.float32), "w")],
     )
-    opset = [helper.make_opsetid("", 20)]
-    onnx.save(helper.make_model(graph, opset_imports=opset), tmp_path / "net.onnx")
-    read = autopipe.from_onnx(tmp_path / "net.onnx")
-    assert torch.equal(read(torch.ones(2, 4)), torch.full((2, 3), 4.0))
+    opset, path = [helper.make_opsetid("", 20)], tmp_path / "net.onnx"
+    model = helper.make_model(graph, opset_imports=opset)
+    onnx.save(model, path, save_as_external_data=elsewhere, location="net.weights")
+    assert (tmp_path / "net.weights").exists() == elsewhere
+    read = autopipe.from_onnx(path)
+    assert torch.equal(read(torch.ones(2, 4)), torch.full((2, 300), 4.0))
