@@ -172,8 +172,9 @@ class Checkpoints:
         assert self._writing is None
         ranks = len(self._plan.mesh.places)
         made = rank_file(content, step, self._place.rank, ranks, run_values)
-        partial = self._folder / folders.partial_name(step, self._run)
-        writing = self._writing = _Writing(step, partial)
+        writing = self._writing = _Writing(
+            step, self._folder / folders.partial_name(step, self._run)
+        )
         # A daemon: a run that ends by an error does not wait for a checkpoint.
         writing.thread = Thread(target=self._write, args=(writing, made), daemon=True)
         writing.thread.start()
@@ -300,10 +301,10 @@ def recover(folder: Path, keep: int) -> None:
             folders.remove(left)
 
 
-def _is_complete(partial: Path) -> bool:
+def _is_complete(left: Path) -> bool:
     """Whether all ranks' files are there: each wrote its manifest last."""
     try:
-        Stored.open(partial)
+        Stored.open(left)
     except CheckpointError:
         return False
     return True

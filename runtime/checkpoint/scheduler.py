@@ -45,12 +45,17 @@ def values(scheduler: LRScheduler) -> Any:
 
 
 def check_kind(scheduler: LRScheduler, stored: Stored) -> None:
-    """Refuse a checkpoint with the state of a schedule of another class.
+    """Refuse a checkpoint without the state of a schedule, or with that of another class.
 
     Raises:
-        CheckpointError: names both classes.
+        CheckpointError: it has none, or names both classes.
         ValueError: the checkpoint has something else in the class's place.
     """
+    if all(one.training.get("scheduler") is None for one in stored.manifests):
+        raise CheckpointError(
+            f"{stored.folder} has no state of a schedule",
+            hint="resume with the model file that the run was started with",
+        )
     kind, there = type(scheduler).__name__, stored.manifests[0].training.get("schedule")
     if there is not None and not (isinstance(there, str) and there.isidentifier()):
         raise ValueError(f"no schedule is called {there!r}")
@@ -76,7 +81,7 @@ def restore(
         named: the rank's parameters by name.
 
     Raises:
-        CheckpointError: the checkpoint has no state of a schedule, or none for these groups.
+        CheckpointError: the checkpoint has no state for these groups.
     """
     here = groups_of(scheduler.optimizer if optimizer is None else optimizer, named)
     saved = [
@@ -84,11 +89,6 @@ def restore(
         for one in stored.manifests
         if one.training.get("scheduler") is not None
     ]
-    if not saved:
-        raise CheckpointError(
-            f"{stored.folder} has no state of a schedule",
-            hint="resume with the model file that the run was started with",
-        )
     saved = [one for one in saved if one[0] == here][:1] or saved
     owners = [groups for groups, _ in saved]
     regrouping = _Regrouping(here, owners, origins(here, owners), stored.folder)

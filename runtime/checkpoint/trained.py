@@ -59,7 +59,8 @@ def read(
     stored_tensors = {name: model[key] for name, key in keys.items() if key is not None}
     shapes = {name: tensor.shape for name, tensor in stored_tensors.items()}
     weights.check_shapes(stored.folder, graph, names, shapes, optional)
-    weights.say_names(stored.folder, (), weights.strangers_in(graph, model), say)
+    strangers = weights.strangers_in(weights.every_name(graph), model)
+    weights.say_names(stored.folder, (), strangers, say)
     return {
         name: whole(stored, tensor).to(graph.states[name].held.dtype)
         for name, tensor in stored_tensors.items()

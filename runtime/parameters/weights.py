@@ -65,11 +65,12 @@ def read(
         return _read_distributed(path, graph, names, optional, say)
     tensors, prefixes, keys = dict[str, Tensor](), set[str](), list[str]()
     places, strangers = dict[str, tuple[Path, str]](), list[str]()
+    known = every_name(graph)
     for file in _files(path):
         with _Stored(file) as stored:
             keys += stored.keys
-            prefix = _prefix(graph, stored.keys)
-            strangers += strangers_in(graph, stored.keys, prefix)
+            prefix = _prefix(known, stored.keys)
+            strangers += strangers_in(known, stored.keys, prefix)
             for name in names:
                 for key in _stored_names(graph, name, stored.keys, prefix):
                     tensor, place = stored.tensor(key), (file, key)
@@ -135,10 +136,14 @@ def _check_same(
     )
 
 
-def strangers_in(graph: Graph, keys: Collection[str], prefix: str = "") -> list[str]:
-    """The stored names that are none of the model's."""
-    known = {prefix + n for name, state in graph.states.items() for n in (name, *state.aliases)}
-    return [key for key in keys if key not in known]
+def every_name(graph: Graph) -> frozenset[str]:
+    """All names of the model's tensors; a tied one has several."""
+    return frozenset(n for name, state in graph.states.items() for n in (name, *state.aliases))
+
+
+def strangers_in(known: Collection[str], keys: Collection[str], prefix: str = "") -> list[str]:
+    """The stored names that are none of the model's, which are `known`."""
+    return [key for key in keys if not (key.startswith(prefix) and key[len(prefix) :] in known)]
 
 
 def say_names(
@@ -268,7 +273,7 @@ def _read_distributed(
     from autopipe.runtime.parameters.distributed_folder import DistributedFolder
 
     stored = DistributedFolder(path)
-    prefix = _prefix(graph, stored.shapes, _DISTRIBUTED)
+    prefix = _prefix(every_name(graph), stored.shapes, _DISTRIBUTED)
     found = {name: stored_as(graph, name, stored.shapes, prefix) for name in names}
     keys = {name: key for name, key in found.items() if key is not None}
     shapes = {name: stored.shapes[key] for name, key in keys.items()}
@@ -285,13 +290,15 @@ def _read_distributed(
     return tensors
 
 
-def _prefix(graph: Graph, keys: Collection[str], known: Sequence[str] = PREFIXES) -> str:
-    """The prefix of most of the model's names: a file may have none of those that are read."""
+def _prefix(
+    known: Collection[str], keys: Collection[str], prefixes: Sequence[str] = PREFIXES
+) -> str:
+    """What stands before most of the stored names, `keys`, that are the model's, `known`."""
 
     def found(prefix: str) -> int:
-        return sum(stored_as(graph, name, keys, prefix) is not None for name in graph.states)
+        return sum(key.startswith(prefix) and key[len(prefix) :] in known for key in keys)
 
-    return max(known, key=found)
+    return max(prefixes, key=found)
 
 
 def stored_as(graph: Graph, name: str, keys: Collection[str], prefix: str = "") -> str | None:

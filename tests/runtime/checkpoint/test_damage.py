@@ -288,6 +288,16 @@ def test_another_optimizer(run: Run) -> None:
         assert "momentum_buffer" in other.state[parameter]
 
 
+def test_no_schedule(run: Run, tmp_path: Path) -> None:
+    """Bug: it was refused once weights and the optimizer's state were the checkpoint's."""
+    run.pipe.save(tmp_path / "kept", run.optimizer)
+    own = {name: parameter.data.add_(1).clone() for name, parameter in run.pipe.named_parameters()}
+    with pytest.raises(CheckpointError, match="has no state of a schedule\nhint: resume with"):
+        run.pipe.load(tmp_path / "kept", run.optimizer, StepLR(run.optimizer, 3))
+    for name, parameter in run.pipe.named_parameters():
+        assert torch.equal(parameter, own[name]), name
+
+
 def test_a_schedule_that_is_left_out_is_said(run: Run, tmp_path: Path) -> None:
     """Bug: the rates of the schedule that the script makes anew began again, without a word."""
     run.pipe.save(tmp_path / "kept", run.optimizer, StepLR(run.optimizer, 3))
