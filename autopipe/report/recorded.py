@@ -106,15 +106,14 @@ def end(
     stages: Sequence[StagePrediction],
     step_seconds: float,
     bubbles: Sequence[float],
-    trace: Path | None = None,
 ) -> None:
-    """Write a run's measured figures to its folder, as a `MeasuredRun`, and its trace.
-
-    Args:
-        trace: the file of it, in the folder or elsewhere; None: none was written.
-    """
+    """Write a run's measured figures to its folder, as a `MeasuredRun`."""
     codec.save(MeasuredRun(tuple(stages), step_seconds, tuple(bubbles)), folder / MEASURED)
-    if trace is not None and trace.resolve() != (folder / TRACE).resolve():
+
+
+def keep_trace(folder: Path, trace: Path) -> None:
+    """Copy a run's trace into its folder, where it was not written there."""
+    if trace.resolve() != (folder / TRACE).resolve():
         atomic_file.write(trace.read_bytes(), folder / TRACE)
 
 

@@ -35,6 +35,36 @@ def test_what_cannot_be_written_costs_nothing_else(option: str, file: str, autop
     assert {"up.weight", "down.bias"} <= load_file(autopipe.folder / "net.safetensors").keys()
 
 
+ASKED = """
+
+def scheduler(optimizer):  # as a cluster does it before the job's time is up
+    import os, signal
+    os.kill(os.getpid(), signal.SIGTERM)
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+"""
+
+
+@pytest.mark.parametrize("end", ["stopped", "without its last checkpoint"])
+def test_the_trace_of_a_run_that_ended_otherwise_is_in_its_record(
+    end: str, autopipe: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: one that is written elsewhere was not copied there."""
+    autopipe.plan(1, "--batch", "4")
+    if end == "stopped":
+        monkeypatch.setattr("autopipe.runtime.launch.asked._received", [])
+        autopipe.write("net.py", NET + BATCHES + ASKED)
+    else:
+        (autopipe.folder / "gone").mkdir()
+        text = LOST.replace('rmtree("gone")', 'rmtree("gone"); open("gone", "w").close()')
+        autopipe.write("net.py", NET + BATCHES + text)
+    elsewhere = ("--record", "rec", "--trace", "t.json", "--checkpoints", "gone/kept")
+    said = autopipe("run", "plan.json", *elsewhere)
+    assert said.code == (0 if end == "stopped" else 2), said.err
+    assert ("saved and stopped after step 1" in said.err) == (end == "stopped")
+    trace = (autopipe.folder / "rec" / "trace.json").read_text()
+    assert trace == (autopipe.folder / "t.json").read_text() != ""
+
+
 CHANGES = """\
 import os
 from pathlib import Path

@@ -73,6 +73,7 @@ def run(
         snapshot=outputs.snapshot,
     )
     if measured.stopped:
+        _keep_trace(measured, outputs)
         _check_written(measured)
         return
     if not measured.losses and pipe.steps and leads:
@@ -125,7 +126,13 @@ def _begin_record(plan: Plan, source: str, outputs: Outputs) -> None:
 def _end_record(measured: Measured, outputs: Outputs) -> None:
     """Write what the run has measured into `--record`'s folder."""
     if outputs.record is not None:
-        figures = measured.stages, measured.step_seconds, measured.bubbles
-        recorded.end(outputs.record, *figures, None if measured.unwritten else outputs.trace)
+        recorded.end(outputs.record, measured.stages, measured.step_seconds, measured.bubbles)
+        _keep_trace(measured, outputs)
         shown = shlex.quote(str(outputs.record))
         say(f"{outputs.record}: the record; `autopipe report {shown}` shows it")
+
+
+def _keep_trace(measured: Measured, outputs: Outputs) -> None:
+    """Copy the trace into `--record`'s folder; bubbles are known on rank 0 once it is written."""
+    if outputs.record is not None and outputs.trace is not None and measured.bubbles:
+        recorded.keep_trace(outputs.record, outputs.trace)
