@@ -34,8 +34,8 @@ def flatten(batch: object) -> dict[str, Leaf]:
     """The leaves of a batch by path, in the batch's own order.
 
     Raises:
-        ModelError: a leaf is neither a tensor nor a Python number, text or None; or two leaves
-            have one path.
+        ModelError: a leaf is neither a tensor nor a Python number, text or None; two leaves have
+            one path; or a container's key has a dot.
     """
     leaves: dict[str, Leaf] = {}
     for path, leaf, _ in walk(batch):
@@ -61,12 +61,23 @@ def flatten(batch: object) -> dict[str, Leaf]:
 def walk(
     tree: object, path: str = "", within: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """The leaves, each with its path and the kinds of the containers that it stands in."""
+    """The leaves, each with its path and the kinds of the containers that it stands in.
+
+    Raises:
+        ModelError: a container's key has a dot: of `a.b.c` nobody could tell which keys it is of.
+    """
     if (container := _opened(tree)) is None:
         yield path, tree, within
         return
     kind, items = container
     for key, item in items.items():
+        if "." in str(key) and _opened(item) is not None:
+            raise ModelError(
+                f"the batch has a {type(item).__name__} under the key {str(key)!r}, and a path in "
+                "it has dots between keys",
+                hint=f"name it {str(key).replace('.', '_')!r}, or give its tensors keys of their "
+                "own beside it",
+            )
         yield from walk(item, f"{path}.{key}" if path else str(key), (*within, kind))
 
 

@@ -41,7 +41,7 @@ def job_set(job: Launch) -> str:
         "kind": "JobSet",
         "metadata": pods.metadata(job),
         "spec": {
-            "failurePolicy": {"maxRestarts": words.restarts},
+            "failurePolicy": {"maxRestarts": words.starts_again},
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": indexed}}],
         },

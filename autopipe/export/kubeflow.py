@@ -67,7 +67,7 @@ def pytorch_job(job: Launch) -> str:
         "volumes": pods.volumes(job),
     }
     replicas = {"Master": 1, "Worker": job.nodes - 1}
-    policy: Manifest = {"cleanPodPolicy": "None", "backoffLimit": job.words.restarts}
+    policy: Manifest = {"cleanPodPolicy": "None", "backoffLimit": job.words.starts_again}
     if job.words.time_limit:
         policy["activeDeadlineSeconds"] = job.words.time_limit
     manifest = {

@@ -13,7 +13,6 @@ from autopipe.errors import AutopipeError
 from autopipe.export.job import Launch, check_alike
 from autopipe.export.links import settings
 from autopipe.export.template import shell
-from autopipe.export.words import Words
 from autopipe.util.version import VERSION
 
 
@@ -27,7 +26,7 @@ def script(job: Launch) -> str:
     check_alike(job, "Slurm")
     words = job.words
     style = words.style or "srun"
-    if style == "srun" and words.restarts != Words.restarts:
+    if style == "srun" and words.restarts is not None:
         raise AutopipeError(
             f"--restarts {words.restarts}: srun starts no task again, torchrun does",
             hint="--style torchrun; or --checkpoints FOLDER, and Slurm requeues the job if a node "
@@ -46,7 +45,7 @@ def script(job: Launch) -> str:
         settings=settings(job),
         saves=words.checkpoints is not None,
         processes=job.processes[0],
-        restarts=words.restarts,
+        restarts=words.starts_again,
         command=_command(job),
         each=_each(job),
         srun=_srun(job, tasks),

@@ -39,7 +39,7 @@ def script(job: Launch) -> str:
         path=job.path,
         hosts=words.hosts,
         port=words.port or PORT,
-        restarts=words.restarts,
+        restarts=words.starts_again,
         venv=words.venv,
         saves=words.checkpoints is not None,
         settings=settings(job),

@@ -26,7 +26,8 @@ class Words:
         interface: the network interface towards the other nodes.
         hosts: the name or address of each node, in the plan's order.
         port: where rank 0 listens; 0: the target's own choice.
-        restarts: how often ranks are started again after a failure.
+        restarts: how often ranks are started again after a failure; None: 3 times, where the
+            target starts them again.
         style: what Slurm starts: a task a rank (`srun`), or torchrun on each node (`torchrun`).
         venv: a Python environment to activate on each node.
         array: Slurm's array, `0-3` or `0-9%2`: a run for each number, which is its seed, with its
@@ -48,7 +49,7 @@ class Words:
     interface: str | None = None
     hosts: tuple[str, ...] = ()
     port: int = 0
-    restarts: int = 3
+    restarts: int | None = None
     style: str | None = None
     venv: str | None = None
     array: str | None = None
@@ -61,6 +62,11 @@ class Words:
     namespace: str | None = None
     claim: str | None = None
     folder: str | None = None
+
+    @property
+    def starts_again(self) -> int:
+        """How often ranks are started again."""
+        return 3 if self.restarts is None else self.restarts
 
 
 STYLES = ("srun", "torchrun")
@@ -112,7 +118,7 @@ def check(words: Words) -> None:
             raise _refused("hosts", _HOST[2], host)
     for name, least in _LEAST.items():
         value, most = getattr(words, name), _MOST.get(name, 10**9)
-        if not least <= value <= most:
+        if value is not None and not least <= value <= most:
             raise _refused(name, f"{least} to {most}", value)
     for name in ("checkpoints", "venv", "folder"):
         if getattr(words, name) is not None:

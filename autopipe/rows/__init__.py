@@ -6,8 +6,9 @@ compare rows. Graphs run here on made-up weights alone.
 Never found here: the model's weights, stages, plans.
 
 Other rooms use: `loss_grouping.check`, `row_mixing.remark`, `moved_states.check`,
-`.remark`, `own_backwards.remark`, `one_row.same_with_one_row`, `loss_tail.tail`, `row_dims.groups`,
-`.rows_dim`, `least_rows.least_rows`, `.or_two`, `.check_rows`.
+`.remark`, `own_backwards.remark`, `one_row.same_with_one_row`, `loss_tail.tail`,
+`row_dims.rows_lie`, `.outputs_lie`, `.joined`, `.parted`, `least_rows.least_rows`, `.or_two`,
+`.check_rows`.
 
     row_dims       in which dim of a value rows lie, and in which order
     row_runs       a part of a graph run on 4 rows, and on 2 and 2

@@ -7,5 +7,5 @@ Never found here: stages, processes, the choice of the axis size.
 Other rooms use: `local_graph.shardable`, `.shard_graph`, `.blocks_of`, `.sent_by`, `.held_whole`,
 `ilp.shard`, `.AxisCosts`, `plan_io.write_down`, `.read_back`, `collectives.bind`, `.attach`,
 `.whole`, `.own_part`, `column_linear.COLUMNS`, `vocabulary_loss.BACKWARD`,
-`torch_names.all_gather_single`.
+`torch_names.all_gather_single`, `.group_of`.
 """

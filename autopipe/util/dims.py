@@ -67,7 +67,8 @@ _FUNCTIONS = ("floor", "ceiling", "Mod", "Max", "Min", "Abs")
 """Functions of sympy's that a size may call."""
 
 _HIGHEST = 64
-"""The highest power in a size: 9**9**9 would not be computed in a lifetime."""
+"""The highest power in a size, of an expression in b or s: 9**9**9, or ((9**64)**64)**64, would not
+be computed in a lifetime."""
 
 
 def _computed(node: ast.expr) -> sympy.Expr:
@@ -89,7 +90,9 @@ def _computed(node: ast.expr) -> sympy.Expr:
             return _OPERATORS[type(op)](_computed(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             first, second = _computed(left), _computed(right)
-            if not isinstance(op, ast.Pow) or (second.is_Integer and abs(second) <= _HIGHEST):
+            if not isinstance(op, ast.Pow) or (
+                first.free_symbols and second.is_Integer and abs(second) <= _HIGHEST
+            ):
                 return _OPERATORS[type(op)](first, second)
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
             return getattr(sympy, name)(*map(_computed, arguments))
@@ -137,7 +140,7 @@ def size_at(entry: Entry, rows: int) -> int:
     return elements_at((entry,), rows)
 
 
-@lru_cache(maxsize=1024)  # every micro-batch of a step asks, and sympy reads a text in .4 ms
+@lru_cache(maxsize=1024)  # every micro-batch of a step asks, and a text is read in .4 ms
 def elements_at(shape: tuple[Entry, ...], rows: int) -> int:
     """The product of the sizes for `rows` rows; a single size may be a fraction, as `b/2`.
 

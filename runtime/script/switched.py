@@ -79,7 +79,7 @@ class Switched:
     def __init__(self, models: Iterable[tuple[nn.Module, bool]], names: Collection[str]) -> None:
         self._models, self._modes = [*models], "training" in names
         self._read = dict(flag for name, flag in _FLAGS.items() if name in names)
-        self._flags = {words: read() for words, read in self._read.items()}
+        self._flags = self._now()
         self._began = [model.training for model, _ in self._models]
         self._looks = [_look(model) for model, _ in self._models]
 
@@ -101,7 +101,7 @@ class Switched:
 
     def moved(self) -> list[MovedValue]:
         """What has changed since the last call of this, or since this object was made."""
-        before, self._flags = self._flags, {words: read() for words, read in self._read.items()}
+        before, self._flags = self._flags, self._now()
         changed = [words for words, flag in self._flags.items() if flag != before[words]]
         found = [MovedValue(words, None, _BEFORE) for words in changed]
         for number, (model, kept) in enumerate(self._models):
@@ -114,6 +114,18 @@ class Switched:
             names = (name for pair in pairs for name in _changed(*pair, modes=self._modes))
             found += [MovedValue(name, model if kept else None, _BEFORE) for name in names]
         return found
+
+    def _now(self) -> dict[str, Any]:
+        return {words: _value(read) for words, read in self._read.items()}
+
+
+def _value(read: Callable[[], Any]) -> Any:
+    """What a flag is; None: torch does not say, as its older flags have no word for what a newer
+    one has set (`torch.backends.fp32_precision`)."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
 
 
 def _look(model: nn.Module) -> list[_Look]:

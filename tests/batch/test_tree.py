@@ -55,6 +55,13 @@ def test_entries_of_one_path_are_refused(batch):
         flatten(batch)
 
 
+@pytest.mark.parametrize("under", [{"c": 1}, (1, 2), [1]])
+def test_a_container_under_a_key_with_a_dot_is_refused(under):
+    """Bug: `{"a.b": {"c": 1}}` came back from its description as `{"a": {"b.c": 1}}`."""
+    with pytest.raises(ModelError, match=r"has a \w+ under the key 'a.b', .*\nhint: name it 'a_b'"):
+        flatten({"a.b": under})
+
+
 class Pair(NamedTuple):
     first: object
     second: object

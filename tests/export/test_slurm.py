@@ -57,8 +57,9 @@ def test_torchrun_for_each_node() -> None:
 def test_only_torchrun_starts_ranks_again() -> None:
     text = export(GPUS, "slurm", "plan.json", Words(style="torchrun", restarts=7))
     assert "--max-restarts 7" in text
-    with pytest.raises(AutopipeError, match="--restarts 7: srun starts no task again"):
-        export(GPUS, "slurm", "plan.json", Words(restarts=7))
+    for count in (7, 3):  # 3 is what torchrun does without a word
+        with pytest.raises(AutopipeError, match=f"--restarts {count}: srun starts no task again"):
+            export(GPUS, "slurm", "plan.json", Words(restarts=count))
 
 
 def test_what_it_asks_for_in_time() -> None:

@@ -67,6 +67,13 @@ def test_what_is_no_size_is_refused(entry: str) -> None:
         dims.size_at(entry, 7)
 
 
+def test_a_size_is_read_in_no_time() -> None:
+    """Bug: powers of powers were computed, and to read such a plan took hours."""
+    with pytest.raises(PlanError, match="is no expression in b"):
+        dims.parse("((((((9**64)**64)**64)**64)**64)**64)*b")
+    assert dims.parse("b**2 * 9") == 9 * BATCH**2
+
+
 def test_the_bytes_of_every_dtype_are_torchs() -> None:
     """Those with a kernel of their own; quantized ones and bare bits are in no graph."""
     found = {dtypes.name_of(d): d.itemsize for d in vars(torch).values() if type(d) is torch.dtype}

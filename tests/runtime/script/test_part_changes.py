@@ -168,6 +168,19 @@ def test_rates_by_the_shape_of_a_part() -> None:
     rates(lambda shape: 0.1 / shape[-1], {**rows, "bias": torch.Size([16])})  # as all of it has
 
 
+def test_parts_without_a_number() -> None:
+    """Bug: of a part of no rows, `max(())` and 1 / 0 were errors of a script's step."""
+    parts = [torch.zeros(0), torch.zeros(0, 16), torch.zeros(16), torch.zeros(())]
+    whole = {"0": torch.Size([1]), "1": torch.Size([1, 16]), "2": torch.Size([16])}
+    whole["3"] = torch.Size([])
+    optimizer = torch.optim.SGD([{"params": [p], "lr": 0.1 / (n + 1)} for n, p in enumerate(parts)])
+    names = {id(p): str(n) for n, p in enumerate(parts)}
+    check_rates(optimizer, names, whole)
+    for group in optimizer.param_groups:  # one of a user's own names its rates otherwise
+        del group["lr"]
+    check_rates(optimizer, names, whole)
+
+
 def test_rates_that_go_with_parts_and_with_all() -> None:
     """All are halves: 0.1 / n of a part is 0.2 / 2n. If it is 0.1 / 2n, nobody took the part's."""
     halves = {"up": torch.Size([32, 8]), "down": torch.Size([16, 16]), "bias": torch.Size([32])}

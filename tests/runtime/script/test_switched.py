@@ -131,6 +131,21 @@ def test_a_model_that_was_given_in_evaluation_mode_trains_as_after_train() -> No
     step()
 
 
+class Asks(Net):
+    def inside(self, hidden):
+        high = torch.get_float32_matmul_precision() == "high"
+        return self.middle(hidden) / 2 if high else self.middle(hidden)
+
+
+def test_a_flag_that_torch_no_longer_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a script that sets torch's newer `fp32_precision` ended in torch's own error."""
+    step = stepped(built(Asks))
+    step()
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
+    with pytest.raises(ModelError, match=r"torch.get_float32_matmul_precision\(\)' is another"):
+        step()
+
+
 def test_a_step_under_autocast() -> None:
     """Bug: eager stages computed in bf16 then, compiled ones and zero-bubble's in fp32."""
     for call in ("step", "evaluate"):
