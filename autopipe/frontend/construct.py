@@ -32,7 +32,7 @@ from autopipe.errors import ModelError
 from autopipe.frontend import user_lines
 from autopipe.frontend.functions import HeldFunctions
 from autopipe.frontend.unwritten import WrongTensors, of_constructor
-from autopipe.ir.tensors import attributes_of, tensors_in
+from autopipe.ir.tensors import attributes_of, default_device, tensors_in
 from autopipe.ir.torch_patches import one_process
 from autopipe.ir.torch_private import (
     constructing,
@@ -204,16 +204,16 @@ class _OnCPU(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self._until = ExitStack()
-        self._had_default = torch.get_default_device() != _CPU
-        if torch.get_default_device().type in self.kinds:
+        self._had_default = default_device() != _CPU
+        if default_device().type in self.kinds:
             self._until.enter_context(_CPU)
-        self._default = torch.get_default_device()
+        self._default = default_device()
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
         # A script's `set_default_device("cuda")` reads the CPU here, and stays all the same.
-        if not self._had_default or torch.get_default_device() != self._default:
+        if not self._had_default or default_device() != self._default:
             torch.set_default_device(None)  # that of code which trains by itself
         self._until.close()
 

@@ -19,6 +19,7 @@ from autopipe.ir.torch_private import (
     fake_mode,
     is_fake,
     no_function_modes,
+    no_modes,
 )
 
 Strides = tuple[int, ...]
@@ -338,3 +339,9 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
         )
         first.fill_(True)
         return bool(second.any())
+
+
+def default_device() -> torch.device:
+    """What `torch.get_default_device` says: it makes a tensor, of which no trace is to have any."""
+    with no_modes(), fake_mode():
+        return torch.get_default_device()

@@ -204,6 +204,29 @@ def test_a_default_device_of_a_script_is_not_that_of_the_loss(pipe: Pipe) -> Non
     assert found.device.type == "cpu"
 
 
+def test_a_default_device_of_a_script_is_that_of_none_of_its_calls(tmp_path: Path) -> None:
+    """Bug: `evaluate` traced the tensor that torch makes to ask for it, and ended in a KeyError."""
+    batch, lost = ZOO["linear"].inputs(4), list[list[Tensor]]()
+    for device in ("cpu", "meta"):
+        made: Pipe = piped("linear", planned("linear", 1, 1, 2))  # its forward makes no tensor
+        with torch.device(device):
+            optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
+            losses = [made.step(batch)]
+            made.clip_grad_norm_(0.1)
+            optimizer.step()
+            with torch.no_grad():
+                for parameter in made.parameters():
+                    parameter.mul_(0.5)
+            losses.append(made.step(batch))
+            made.save(tmp_path / device, optimizer)
+            optimizer.step()
+            made.load(tmp_path / device, optimizer)
+            made.load_state_dict(made.state_dict())
+            lost.append([*losses, made.step(batch), made.evaluate(batch)])
+    for found, expected in zip(*lost, strict=True):
+        close(found, expected)
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel]
 )
