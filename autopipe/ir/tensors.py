@@ -86,7 +86,7 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 @cache
 def _attributes_of_fakes() -> frozenset[str]:
-    fake = fake_like(fake_mode(), torch.nn.Parameter(torch.empty(0)))
+    fake = fake_like(fake_mode(), torch.nn.Parameter(torch.empty(0, device="cpu")))
     return frozenset(vars(fake)) | {"_is_param"}
 
 
