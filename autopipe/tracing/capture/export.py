@@ -26,7 +26,7 @@ from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.capture.caught_errors import ended_calls_forgotten
 from autopipe.tracing.capture.exported_nodes import keep_memory_order
 from autopipe.tracing.capture.program import Program
-from autopipe.tracing.capture.same_memory import WithoutGradients
+from autopipe.tracing.capture.same_memory import detached_of_now
 from autopipe.tracing.capture.stubs import standing_in
 from autopipe.tracing.capture.user_checkpoints import marking
 from autopipe.tracing.capture.value_guards import replay
@@ -62,7 +62,7 @@ def capture(
             standing, first = standing_in(program.model, alike), restoring(*program.parts)
             asked = program.found.asks_for_others
             drawn, ended = torch.random.fork_rng(devices=[]), ended_calls_forgotten()
-            aliases = WithoutGradients(program.twins)
+            aliases = detached_of_now(program.twins)
             with first, drawn, replay(reads), marking(), standing, ended, aliases:
                 try:
                     return torch.export.export(

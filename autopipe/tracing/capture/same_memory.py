@@ -16,7 +16,8 @@ buffer, and ranks have each state of a graph in memory of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import permutations
 from typing import Any
 
@@ -156,25 +157,28 @@ class SameMemory:
                     yield pair
 
 
-class WithoutGradients(TorchFunctionMode):
+def detached_of_now(twins: Sequence[nn.Module]) -> AbstractContextManager[object]:
     """Within, which is around an export, what `weight.detach()` gave before is `weight.detach()` of
     now: export makes a constant of either, in which the parameter itself would be seen.
 
     Args:
         twins: as for `SameMemory`.
     """
+    real = (p for twin in twins for p in twin.parameters() if not is_fake(p) and p.numel())
+    trained = {_where(p): p for p in real if p.requires_grad}
+    # An export of many layers asks a hundred thousand questions, each of which a mode sees.
+    return _DetachedOfNow(trained) if trained else nullcontext()
 
-    def __init__(self, twins: Sequence[nn.Module]) -> None:
+
+class _DetachedOfNow(TorchFunctionMode):
+    def __init__(self, trained: Mapping[Any, Tensor]) -> None:
         super().__init__()
-        real = (p for twin in twins for p in twin.parameters() if not is_fake(p) and p.numel())
-        self._trained = {_where(p): p for p in real if p.requires_grad}
-        self._storages = {storage_key(p) for p in self._trained.values()}
+        self._trained = trained
+        self._storages = {storage_key(p) for p in trained.values()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._trained and any(
-            self._parameter(t) is not None for t in tensors_in((args, kwargs))
-        ):
+        if any(self._parameter(t) is not None for t in tensors_in((args, kwargs))):
             args, kwargs = tree_map(self._of_now, (args, kwargs))
         return func(*args, **kwargs)
 
