@@ -241,8 +241,9 @@ def _pad(node: NodeOf, inputs: Sequence[Value]) -> Value:
 
 def _numbers(node: NodeOf, value: Value) -> list[Any]:
     """As `ints`, of a constant that the file may have as floats."""
-    whole = isinstance(value, Tensor) and value.is_floating_point() and type(value) is Tensor
-    return ints(node, value.long() if whole else value)  # type: ignore[union-attr]
+    if type(value) is Tensor and value.is_floating_point():
+        value = value.long()
+    return ints(node, value)
 
 
 def _one_hot(node: NodeOf, inputs: Sequence[Value]) -> Value:
