@@ -17,6 +17,7 @@ from tests.support.long import sampled
 from tests.support.pipes import (
     ZOO,
     close,
+    close_gradients,
     drawn,
     piped,
     planned,
@@ -187,10 +188,7 @@ def a_tied_parameter_counts_once() -> None:
     expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     close(pipe.clip_grad_norm_(0.01), expected)
     close(pipe.clip_grad_norm_(1.0), torch.tensor(0.01), to=1e-3)
-    for name, parameter in pipe.named_parameters():
-        gradient = model.get_parameter(name).grad
-        assert parameter.grad is not None and gradient is not None
-        close(parameter.grad, gradient, name, 1e-4)
+    close_gradients(pipe, model, 1e-4)
 
 
 # Four processes: two stages, each on two data-parallel ranks
@@ -211,10 +209,7 @@ def the_gradient_accumulation_error() -> None:
     expected = whole_loss("counted", model, batch)
     expected.backward()
     close(pipe.step(batch), expected)
-    for name, parameter in pipe.named_parameters():
-        gradient = model.get_parameter(name).grad
-        assert parameter.grad is not None and gradient is not None
-        close(parameter.grad, gradient, name)
+    close_gradients(pipe, model)
     parts = [rows_of(batch, 2 * k, 2 * k + 2) for k in range(4)]
     wrong = torch.stack([whole_loss("counted", model, part) for part in parts]).mean()
     assert abs(wrong.item() - expected.item()) > 1e-3

@@ -251,6 +251,14 @@ def close(found: Tensor, expected: Tensor, said: str = "", to: float = 1e-5) -> 
     assert off <= most, f"{said}: off by {off:.2e}, allowed {most:.2e}"
 
 
+def close_gradients(pipe: Pipe, model: nn.Module, to: float = 1e-5) -> None:
+    """Each parameter of the rank, whole, has the gradient that it has in the model."""
+    for name, parameter in pipe.named_parameters():
+        gradient = model.get_parameter(name).grad
+        assert parameter.grad is not None and gradient is not None
+        close(parameter.grad, gradient, name, to)
+
+
 @contextmanager
 def refused(kind: type[Exception], *words: str) -> Iterator[None]:
     """The block raises `kind`, and its sentence has these words."""

@@ -20,7 +20,17 @@ import autopipe
 from autopipe import AutopipeError, ModelError, Pipe
 from tests.support import pipe_worker, warm
 from tests.support.inprocess import machine
-from tests.support.pipes import LONG_STORIES, STORIES, ZOO, Story, close, piped, planned, whole_loss
+from tests.support.pipes import (
+    LONG_STORIES,
+    STORIES,
+    ZOO,
+    Story,
+    close,
+    close_gradients,
+    piped,
+    planned,
+    whole_loss,
+)
 
 Told = Callable[[int], Path]
 
@@ -188,10 +198,7 @@ def test_one_process_trains(pipe: Pipe) -> None:
     expected = whole_loss("gpt", model, batch)
     expected.backward()
     close(pipe.step(batch), expected)
-    for name, parameter in pipe.named_parameters():
-        gradient = model.get_parameter(name).grad
-        assert parameter.grad is not None and gradient is not None
-        close(parameter.grad, gradient, name, 5e-5)
+    close_gradients(pipe, model, 5e-5)
 
 
 def test_a_default_device_of_a_script_is_not_that_of_the_loss(pipe: Pipe) -> None:

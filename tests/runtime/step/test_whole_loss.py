@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import autopipe
 from autopipe.runtime.step.whole_loss import buffers_restored
 from tests.support.inprocess import machine
-from tests.support.pipes import close
+from tests.support.pipes import close, close_gradients
 from tests.support.staged import trace_model
 
 
@@ -59,10 +59,7 @@ def test_both_passes_read_the_batch_as_it_was_given() -> None:
         expected = loss(model(theirs["x"]), theirs)
         expected.backward()
         close(pipe.step(ours), expected)
-        for name, parameter in pipe.named_parameters():
-            gradient = model.get_parameter(name).grad
-            assert parameter.grad is not None and gradient is not None
-            close(parameter.grad, gradient, name)
+        close_gradients(pipe, model)
         assert torch.equal(ours["x"], theirs["x"])
 
 
