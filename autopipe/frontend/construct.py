@@ -204,10 +204,11 @@ class _OnCPU(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self._until = ExitStack()
-        self._had_default = default_device() != _CPU
-        if default_device().type in self.kinds:
-            self._until.enter_context(_CPU)
         self._default = default_device()
+        self._had_default = self._default != _CPU
+        if self._default.type in self.kinds:
+            self._until.enter_context(_CPU)
+            self._default = default_device()
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
 
     def __exit__(self, *error: Any) -> None:

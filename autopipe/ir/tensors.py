@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import is_dataclass
@@ -200,13 +201,10 @@ def for_any_rows(
     if (parts := _in_even_parts(func, args, named)) is not None:
         return parts
     written = _WRITTEN_OUT.get(getattr(func, "__name__", ""))
-    if written is None or not any(_has_symbols(tensor) for tensor in tensors_in((args, named))):
+    sizes = (size for tensor in tensors_in((args, named)) for size in tensor.shape)
+    if written is None or not any(isinstance(size, torch.SymInt) for size in sizes):
         return None
     return written(*args, **named)
-
-
-def _has_symbols(tensor: torch.Tensor) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 
 def _along(x: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor | None:
@@ -341,7 +339,12 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
         return bool(second.any())
 
 
+_OF_NO_TRACE = threading.local()
+
+
 def default_device() -> torch.device:
     """What `torch.get_default_device` says: it makes a tensor, of which no trace is to have any."""
-    with no_modes(), fake_mode():
+    if not hasattr(_OF_NO_TRACE, "mode"):  # torch reads the whole stack of calls to make a mode
+        _OF_NO_TRACE.mode = fake_mode()
+    with no_modes(), _OF_NO_TRACE.mode:
         return torch.get_default_device()
