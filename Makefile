@@ -12,7 +12,12 @@ BIN    := .venv/bin
 
 # Where PYTHONDONTWRITEBYTECODE is set, each of many processes would compile all sources anew, and
 # each of pytest's own would rewrite all asserts.
-COMPILE := $(BIN)/python -m compileall -q autopipe planners runtime benchmarks examples tests
+COMPILE := $(BIN)/python -m compileall -q -j 0 autopipe planners runtime benchmarks examples tests
+
+# Of torch and of what tests need most modules are never imported: pip would compile all of them, in
+# one process. Those that a plan imports are compiled here, for where processes write no bytecode.
+PIP    := $(BIN)/pip install -qq --no-compile --disable-pip-version-check
+IMPORT := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import torch._dynamo, torch.export, scipy.optimize"
 
 # Processes of `make test`. Each test file runs in one of them, in the order of tests/conftest.py.
 # One more than cores of a small machine: of what is told of processes much is waiting.
@@ -38,7 +43,7 @@ test-long: .venv/installed-dev
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=auto $(BIN)/mypy
 
 clean:
 	rm -rf .venv demo
@@ -48,12 +53,13 @@ clean:
 .venv/installed: pyproject.toml
 	@echo "making .venv with $(TORCH): a minute or two, once" >&2
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install -qq --disable-pip-version-check $(TORCH)
-	@$(BIN)/pip install -qq --disable-pip-version-check --editable .
+	@$(PIP) $(TORCH)
+	@$(PIP) --editable .
 	@$(COMPILE)
+	@$(IMPORT)
 	@touch $@
 
 .venv/installed-dev: .venv/installed
 	@echo "adding what tests and lint need: half a minute, once" >&2
-	@$(BIN)/pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@$(PIP) --editable '.[dev]'
 	@touch $@
