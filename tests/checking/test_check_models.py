@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.layers_file import LAYERS
-from tests.support.long import chosen
 from tests.support.shell import Shell, changed
 
 
@@ -332,7 +331,8 @@ def loss(outputs, batch):
 """
 
 
-@pytest.mark.parametrize("kind", chosen(("Net", "TakesTurns"), now=("Net",)))
+@pytest.mark.parametrize("kind", ("Net", "TakesTurns"))
+@pytest.mark.long
 def test_layers_that_random_numbers_leave_out(autopipe: Shell, tmp_path: Path, kind: str) -> None:
     """Bug: a part that runs as it is was to draw once; one that draws for each layer, and more in
     those that it runs, could not be checked."""

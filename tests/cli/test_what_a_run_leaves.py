@@ -74,6 +74,7 @@ os.chdir(data)
 """
 
 
+@pytest.mark.long
 def test_a_model_file_that_changes_the_folder(autopipe: Shell) -> None:
     """As of its data: what the command names is still meant from where it was called."""
     autopipe.write("net.py", CHANGES + NET + BATCHES)

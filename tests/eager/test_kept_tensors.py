@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopipe.eager import registered
+from tests.support.long import chosen
 from tests.support.odd_models import Net, built, planned, refusal, unlike
 
 
@@ -92,7 +93,7 @@ class FrozenInADict(Net):
 KINDS = [InTwoWrites, ByItsData, ByItsStateDict, InAnObject, Normed, FrozenInADict]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", chosen(KINDS, now=(ByItsData, InAnObject, Normed)))
 def test_a_hidden_module_moves_in_a_graph_as_in_the_model(kind, size):
     model = built(kind)
     planned(model, loss_over="micro-batch")

@@ -68,7 +68,7 @@ def lengths_over_tensor_parts_and_replicas() -> None:
     beside("gpt", piped("gpt", planned("gpt", 1, 2, 2, zero=3)), SHORT[:2], bitwise=False)
 
 
-@story(2)
+@story(2, long=True)
 def replicas_may_have_rows_of_unlike_length() -> None:
     """Each goes through a pipeline of its own; the loss is the mean over the labels of both."""
     plan = planned("gpt", 1, 2, 2)

@@ -126,7 +126,7 @@ def parts_are_to_the_bit_the_whole() -> None:
         same_bits("skipping", in_parts("skipping", 2, schedule, **more))
 
 
-@story(4)
+@story(4, long=True)
 def files_send_parts_too() -> None:
     """What `autopipe emit` writes of such a plan runs as the plan does."""
     files_run_as_planned("skipping", in_parts("skipping", 2, "1f1b"))

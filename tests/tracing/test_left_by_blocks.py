@@ -90,13 +90,13 @@ def assert_each_is_traced(monkeypatch, place, what, *, last=False, count=3, **op
     assert stood_in == 0
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("place", PLACES)
 def test_wherever_it_lies(monkeypatch, place):
     assert_each_is_traced(monkeypatch, PLACES[place], "what it makes")
 
 
-@pytest.mark.sweep(of=2)
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("what", LEFT)
 def test_whatever_it_is(monkeypatch, what):
     assert_each_is_traced(monkeypatch, PLACES["an attribute of a global"], what)

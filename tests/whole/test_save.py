@@ -100,7 +100,7 @@ def trained() -> nn.Module:
         ("zero-3", {"dp": 2, "zero": 3}),
         pytest.param("zero-3 of four", {"dp": 4, "zero": 3}, marks=pytest.mark.long),
         pytest.param("pp from a file", {"pp": 2}, marks=pytest.mark.long),
-        ("tp from a file", {"tp": 2, "pp": 1, "dp": 1}),
+        pytest.param("tp from a file", {"tp": 2, "pp": 1, "dp": 1}, marks=pytest.mark.long),
         pytest.param("zero-3 from a file", {"dp": 2, "zero": 3}, marks=pytest.mark.long),
     ],
 )

@@ -91,7 +91,7 @@ def test_cut_evenly(name: str, pp: int, schedule: str) -> None:
     "pp", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize(
-    "name", chosen(DETERMINISTIC, now=[name for name in DETERMINISTIC if name != "whisper"])
+    "name", chosen(DETERMINISTIC, now=[n for n in DETERMINISTIC if n not in ("t5", "whisper")])
 )
 def test_cut_anywhere(name: str, pp: int, seed: int) -> None:
     """Inside attention, between a norm and its residual, wherever it is legal."""
@@ -99,7 +99,9 @@ def test_cut_anywhere(name: str, pp: int, seed: int) -> None:
         check(cut(name, pp, seed), micro_batches, schedule)
 
 
-@pytest.mark.parametrize("name", DETERMINISTIC)
+@pytest.mark.parametrize(
+    "name", chosen(DETERMINISTIC, now=[n for n in DETERMINISTIC if n != "whisper"])
+)
 def test_one_stage_is_the_whole_model(name: str) -> None:
     split = cut(name, 1)
     assert regrouped(split) == set()

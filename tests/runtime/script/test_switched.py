@@ -53,7 +53,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_what_the_graph_would_not_follow_is_refused(change: str, steps: int) -> None:
     """Bug: steps went on as the modules were when the model was traced, without a word."""
     model = built(Dropped)
