@@ -38,24 +38,25 @@ def farthest(cluster: Cluster) -> Farthest:
 def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:
     """A cluster whose farthest link has another bandwidth; its latency stays."""
     times = bandwidth / farthest(cluster).link.bandwidth
-
-    def faster(link: Link) -> Link:
-        return replace(
-            link,
-            bandwidth=times * link.bandwidth,
-            summing=times * link.summing,
-            gathering=times * link.gathering,
-        )
-
     if cluster.across is not None:
-        return replace(cluster, across=faster(cluster.across))
+        return replace(cluster, across=faster(cluster.across, times))
     if len(cluster.devices_per_node) > 1:
-        return replace(cluster, between=faster(cluster.between))
+        return replace(cluster, between=faster(cluster.between, times))
     nodes = tuple(
-        replace(node, within=None if node.within is None else faster(node.within))
+        replace(node, within=None if node.within is None else faster(node.within, times))
         for node in cluster.nodes
     )
-    return replace(cluster, within=faster(cluster.within), nodes=nodes)
+    return replace(cluster, within=faster(cluster.within, times), nodes=nodes)
+
+
+def faster(link: Link, times: float) -> Link:
+    """A link with so many times the bandwidth, of collectives too; its latency stays."""
+    return replace(
+        link,
+        bandwidth=times * link.bandwidth,
+        summing=times * link.summing,
+        gathering=times * link.gathering,
+    )
 
 
 def on_farthest(cluster: Cluster, seconds: Callable[[Cluster], float]) -> Expression:

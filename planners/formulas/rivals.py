@@ -21,7 +21,9 @@ from autopipe.planners.driver.refine import plan_that_fits
 from autopipe.planners.formulas.lengths import TracedAgain
 from autopipe.planners.model.estimate import PipelineDegrees
 from autopipe.planners.model.problem import Constraints, Problem
+from autopipe.planners.search.dynamic import dynamic
 from autopipe.rows.least_rows import least_rows, or_two
+from autopipe.scaling import links
 from autopipe.tracing.capture import user_checkpoints
 from autopipe.util.progress import Say, phase
 from autopipe.util.stopwatch import Stopwatch
@@ -73,7 +75,8 @@ def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> reques
         cluster=plan.cluster,
         batch_size=plan.batch.rows,
         constraints=Constraints(
-            memory=limits * plan.cluster.num_devices if len(limits) == 1 else None
+            memory=limits * plan.cluster.num_devices if len(limits) == 1 else None,
+            turns=(),  # no sheet tells of ranks that take turns
         ),
         recompute=None,
         planner="dynamic",
@@ -113,22 +116,27 @@ def _searched(plan: Plan, job: request.Job) -> Iterator[Plan]:
     alternatives = plan.planner.alternatives
     scarce = {"memory": _less_memory(problem), "link": _slower_link(problem)}
     for alternative in alternatives[:2]:
-        yield from _plan(candidate(alternative.tp), (alternative.pp, alternative.dp))
+        yield from _of_mesh(candidate(alternative.tp), (alternative.pp, alternative.dp))
     for resource, scarcer in scarce.items():
-        for rival in _plan(chosen, None, scarcer):
+        for rival in _where_scarce(chosen, scarcer):
             binding = f"{SCARCE[resource]}, where: {rival.planner.binding}"
             yield replace(rival, planner=replace(rival.planner, binding=binding))
     for alternative in alternatives[2:]:
-        yield from _plan(candidate(alternative.tp), (alternative.pp, alternative.dp))
+        yield from _of_mesh(candidate(alternative.tp), (alternative.pp, alternative.dp))
 
 
-def _plan(
-    candidate: Candidate, mesh: PipelineDegrees | None, problem: Problem | None = None
-) -> Iterator[Plan]:
-    """The best plan of a mesh, or of a problem, if any fits."""
+def _of_mesh(candidate: Candidate, mesh: PipelineDegrees) -> Iterator[Plan]:
+    """The best plan of a mesh, if any fits."""
     with suppress(AutopipeError):
-        answer = candidate.search(problem or candidate.counted().problem, (), mesh)
+        answer = candidate.search(candidate.counted().problem, (), mesh)
         yield plan_that_fits(candidate, answer, mesh)
+
+
+def _where_scarce(candidate: Candidate, scarcer: Problem) -> Iterator[Plan]:
+    """The plan that is best for other devices, on those that there are; none if nothing fits."""
+    with suppress(AutopipeError):
+        # By a search that knows nothing of other problems: their decisions are not this one's.
+        yield plan_that_fits(candidate, dynamic(scarcer))
 
 
 def _less_memory(problem: Problem) -> Problem:
@@ -144,7 +152,7 @@ def _slower_link(problem: Problem) -> Problem:
     topology = problem.machine.topology
 
     def slower(link: Link) -> Link:
-        return replace(link, bandwidth=link.bandwidth / SLOWER)
+        return links.faster(link, 1 / SLOWER)
 
     across = None if topology.across is None else slower(topology.across)
     between = slower(topology.between) if across is None else topology.between
