@@ -160,7 +160,9 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
         if pp * dp <= devices
     ]
     if devices > SMALL:
-        usable = {dp for dp in {dp for _, dp in meshes} if _profiled(problem, dp)}
+        degrees = {dp for _, dp in meshes}
+        usable = {dp for dp in degrees if micro_batches(problem, dp)}
+        usable = usable or {dp for dp in degrees if _profiled(problem, dp)}
         dividing = [mesh for mesh in meshes if mesh[1] in usable]
         most = max((pp * dp for pp, dp in dividing), default=0)
         meshes = [(pp, dp) for pp, dp in dividing if pp * dp == most] or meshes
@@ -267,14 +269,19 @@ def micro_batches(problem: Problem, dp: int) -> list[int]:
 
 
 def _profiled(problem: Problem, dp: int) -> list[int]:
-    """Each number of micro-batches that has a profile, fewest first."""
+    """Each number of micro-batches that has a profile, fewest first; each rank has its turn."""
+    least = max(problem.constraints.turns or (1,))
+    return [m for m in _dividing(problem, dp) if m >= least]
+
+
+def _dividing(problem: Problem, dp: int) -> list[int]:
+    """Each number of micro-batches that has a profile, whatever turns were asked for."""
     if problem.batch % dp:
         return []
     asked = problem.constraints.micro_batch_size
     rows = (profile.rows for profile in problem.profiles if asked in (None, profile.rows))
     counts = (problem.batch // (dp * size) for size in rows)
-    least = max(problem.constraints.turns or (1,))
-    return sorted({m for m in counts if m >= least and profile_of(problem, dp, m) is not None})
+    return sorted({m for m in counts if m > 0 and profile_of(problem, dp, m) is not None})
 
 
 def _indivisible(problem: Problem, degrees: list[int]) -> InfeasibleError:
@@ -283,6 +290,15 @@ def _indivisible(problem: Problem, degrees: list[int]) -> InfeasibleError:
     sizes = one_of(rows)
     counts = sorted({m for dp in degrees for m in _profiled(problem, dp)})
     whole = f"a batch of {problem.batch} rows over dp={one_of(degrees)}"
+    if turns := problem.constraints.turns:
+        most = max((m for dp in degrees for m in _dividing(problem, dp)), default=0)
+        if 0 < most < max(turns):
+            return InfeasibleError(
+                f"turns={','.join(map(str, turns))} was asked for, and {whole} makes no more than "
+                f"{most} micro-batches of {sizes} rows: each rank that takes turns at a stage "
+                "needs one",
+                hint="a larger batch, smaller micro-batches, or fewer turns",
+            )
     if asked is not None and counts:
         below = [m for m in counts if m < asked][-1:]
         above = [m for m in counts if m > asked][:1]

@@ -56,6 +56,14 @@ def test_on_many_those_that_leave_the_fewest_idle() -> None:
     assert {(pp, dp) for pp, dp, _ in looked_at(prime)} == {(1, 64), (2, 32), (4, 16)}
 
 
+def test_on_many_those_are_idle_that_micro_batches_leave_idle() -> None:
+    """Bug: of 96 devices all are in pipelines of 12 x 8 and 6 x 16, whose shares of 64 rows are no
+    32 micro-batches, and it was refused. Those of two replicas are: 20 units for 2 x 20 devices."""
+    asked = Constraints(schedule="1f1b", micro_batches=32)
+    many = line((1.0,) * 20, devices=96, batch=64, constraints=asked)
+    assert looked_at(many) == [(20, 2, 32)]
+
+
 def test_each_zero_stage_that_is_allowed_where_there_are_replicas() -> None:
     problem = replace(asking(FOUR, pp=2), zeros=(0, 1, 3))
     assert [(config.dp, config.zero) for config in configs(problem)] == [

@@ -99,6 +99,14 @@ def test_what_contradicts_turns(asked: dict[str, object], words: str) -> None:
         PLANNERS["dynamic"](problem)
 
 
+def test_each_rank_that_takes_turns_needs_a_micro_batch() -> None:
+    """Bug: it was said that a batch of two rows does not divide into micro-batches of one row."""
+    problem = line((1.0, 1.0), devices=4, batch=2, constraints=Constraints(turns=(1, 3)))
+    said = "2 rows over dp=1 makes no more than 2 micro-batches of 1 rows: each rank that takes"
+    with pytest.raises(InfeasibleError, match=said):
+        PLANNERS["dynamic"](problem)
+
+
 def test_devices_that_differ_take_no_turns() -> None:
     asked = Constraints(turns=(1, 2), micro_batches=4)
     problem = line((1.0, 1.0), kinds=(0, 0, 1), batch=4, constraints=asked)
