@@ -114,11 +114,12 @@ def best_answer(
 
     Raises:
         Outdone: there are incumbents, and nothing that fits can be as fast.
-        InfeasibleError: the constraints contradict each other, or no decision fits.
+        InfeasibleError: the constraints contradict each other or the mesh, or no decision fits.
     """
-    anywhere = bounds(problem)  # in tie order: lower bounds that hold whatever memory there is
-    if mesh is not None:
-        anywhere = {config: seconds for config, seconds in anywhere.items() if config[:2] == mesh}
+    # In tie order: lower bounds that hold whatever memory there is.
+    anywhere = {config: s for config, s in bounds(problem).items() if mesh in (None, config[:2])}
+    if not anywhere and mesh is not None:
+        raise InfeasibleError(f"pp={mesh[0]} dp={mesh[1]} is none of the meshes to look at")
     known = {} if known is None else known
     look = _look(problem, choice, known)
     looked = _tried(problem, look, anywhere, 2, incumbents, thorough)

@@ -247,6 +247,12 @@ def test_one_mesh_alone_is_what_asking_for_it_gives(planner: str) -> None:
             assert found.estimate == expected.estimate and not found.alternatives
 
 
+def test_a_mesh_that_is_not_looked_at_is_refused() -> None:
+    """Bug: it ended in a ValueError, as of a mesh that another tensor-parallel degree has."""
+    with pytest.raises(InfeasibleError, match="pp=3 dp=1 is none of the meshes"):
+        PLANNERS["dynamic"](line((1.0, 1.0)), mesh=(3, 1))
+
+
 def test_where_nothing_fits_what_is_farther_from_it_is_not_searched() -> None:
     """Four units of 4000 bytes on four devices: that with a stage each is nearest, and of no other
     config may one be nearer. Each of them was searched for the sentence, thousands in a large
