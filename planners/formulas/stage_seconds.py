@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 from autopipe.cluster.cluster import Cluster, Link
 from autopipe.cluster.collective_time import Levels, Topology, half_sum
 from autopipe.cluster.efficiency import BESIDE
-from autopipe.cluster.tp_groups import GroupKind, tp_groups
+from autopipe.cluster.tp_groups import GroupKind, TpGroup, distinct, tp_groups
 from autopipe.ir import op_costs, op_seconds
 from autopipe.ir.blocks import owners
 from autopipe.ir.graph import BATCH, SEQUENCE, Dim, State, StateSpec, bytes_at
@@ -66,10 +67,9 @@ def stage_seconds(planned: PlannedStages) -> list[Seconds]:
         AutopipeError: the seconds of some op are no formula of sums, products and powers.
     """
     placed = holders(programs.compute(planned.plan))
-    kinds = {rank: _kinds(planned.plan, rank) for rank in set(placed)}
-    nodes = {
-        kind.device.kind: _Nodes(planned, kind) for of_rank in kinds.values() for kind in of_rank
-    }
+    groups = {rank: _groups(planned.plan, rank) for rank in set(placed)}
+    kinds = distinct(chain.from_iterable(groups.values()))
+    nodes = [_Nodes(planned, kind) for kind in kinds]
     parting = _conversions(planned)
     sizes = {
         ROWS: planned.plan.batch.microbatch_rows(planned.plan.mesh.dp),
@@ -80,12 +80,12 @@ def stage_seconds(planned: PlannedStages) -> list[Seconds]:
     for stage, rank in zip(planned.plain.stages, placed, strict=True):
         of_rank = [
             _with_conversions(
-                _gathering(planned, stage, rank, nodes[kind.device.kind].of(stage)),
+                _gathering(planned, stage, rank, nodes[kinds.index(kind)].of(stage)),
                 parting[stage.index],
                 kind,
                 planned.plan,
             )
-            for kind in kinds[rank]
+            for kind in distinct(groups[rank])
         ]
         seconds.append(max(of_rank, key=lambda each: sum(value(way, sizes) for way in each)))
     return seconds
@@ -121,15 +121,14 @@ def model_flops(planned: PlannedStages) -> Expression:
     return total(*(product(float(n), of_sympy(dim, NAMES)) for dim, n in counted.items()))
 
 
-def _kinds(plan: Plan, rank: int) -> list[GroupKind]:
-    """The kinds of tensor-parallel groups that a pipeline rank has."""
+def _groups(plan: Plan, rank: int) -> list[TpGroup]:
+    """The tensor-parallel groups of a pipeline rank."""
     numbered, mesh = predict.devices(plan), plan.mesh
     groups_of_rank = {
         tuple(numbered[mesh.rank(rank, dp, tp)] for tp in range(mesh.tp)) for dp in range(mesh.dp)
     }
     groups = tp_groups(plan.cluster, mesh.tp, plan.mesh.pp * plan.mesh.dp)
-    kinds = [kind for group in groups if group.devices in groups_of_rank for kind in group.kinds]
-    return list({kind.device.kind: kind for kind in kinds}.values())
+    return [group for group in groups if group.devices in groups_of_rank]
 
 
 class _Nodes:

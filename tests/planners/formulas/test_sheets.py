@@ -81,6 +81,20 @@ def test_a_sheet_knows_of_tensors_that_go_in_parts() -> None:
     same(at(sheet, Point(own.batch.rows, sheet.rows, sheet.tokens, bandwidth)), of_plan(own))
 
 
+@pytest.mark.long
+def test_a_sheet_knows_that_groups_of_one_kind_of_device_have_other_links() -> None:
+    """Bug: of four tensor-parallel groups one is of two nodes, and the link of one group was taken
+    for that of all: the page was refused, as its formulas gave another step than the plan."""
+    from autopipe.planners.driver.make_plan import plan
+
+    case, asked = ZOO["gpt"], {"pp": 4, "tp": 2, "micro_batches": 4, "compile": False}
+    own = plan(case.model, case.inputs, loss=case.loss, cluster="3x3xA100-80GB", **asked)
+    file = ModelFile("m.py", case.model, case.inputs, case.loss, None, None, None, None)
+    sheet = sheets(own, file, lambda line: None, most=0).sheets[0]
+    bandwidth = links.farthest(own.cluster).link.bandwidth
+    same(at(sheet, Point(own.batch.rows, sheet.rows, sheet.tokens, bandwidth)), of_plan(own))
+
+
 def twice(outputs: Tensor, batch: Any) -> Tensor:
     return 2 * entropy(outputs, batch)
 
