@@ -231,9 +231,9 @@ class Memory:
 class StagePrediction:
     """Seconds of one micro-batch, and the stage's bytes when its device is fullest.
 
-    Seconds include gathering the stage's parameters in forward and backward (ZeRO-3), and
-    scattering gradients (ZeRO-2 and 3). `spent` has the seconds by cause, or null. `fullest` is
-    the instruction at which the device holds these bytes, `0B3`; empty: unknown.
+    Seconds include what ZeRO-3 gathers, and what ZeRO-2 and 3 scatter. `spent` has them by cause,
+    or is null. `fullest` is the instruction at which the device holds these bytes, `0B3`; empty:
+    unknown. `tied`: bytes of gradients that are summed with those of other pipeline ranks.
     """
 
     forward_seconds: float
@@ -241,6 +241,7 @@ class StagePrediction:
     memory: Memory
     spent: Spent | None = None
     fullest: str = ""
+    tied: int = 0
 
 
 @dataclass(frozen=True)
@@ -332,8 +333,7 @@ class PlannerNote:
     be shorter. If it is visibly longer, plans of other meshes are made too and the fastest is
     taken; those have the seconds of their longest paths, and say so.
 
-    `limits` are the user's limits on a device's bytes that are below the largest device's memory,
-    each number once, ascending.
+    `limits`: the user's, each once, on a device's bytes, if below the largest device's memory.
     """
 
     name: str

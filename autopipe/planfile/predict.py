@@ -5,7 +5,9 @@ seconds of a transfer   the bytes of what crosses, the link between the nodes of
 seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, and copies to and from
                         the sent buffers in the rank's own memory; under ZeRO-2 the gathering of
                         parameters for the next step; none under ZeRO-3. GPUs sum while the last
-                        backward runs: what that hides is left out
+                        backward runs: what that hides is left out. Gradients of tied parameters are
+                        summed over all ranks that have them, once the first of their stages has run
+                        its last backward
 
 A loss over the whole batch adds its own seconds, between two passes. The first pass is added to the
 second: a forward has the seconds of both, and activations cross twice.
@@ -93,10 +95,30 @@ class StageSum(NamedTuple):
 def sums(plan: Plan) -> list[StageSum]:
     """The sum of each stage."""
     placed, wires = holders(programs.compute(plan)), _Wires.of(plan)
-    return [
-        wires.reduce([placed[i] for i in taking_turns(plan.stages, index)], stage.predicted)
-        for index, stage in enumerate(plan.stages)
-    ]
+    found = []
+    for index, stage in enumerate(plan.stages):
+        own = taking_turns(plan.stages, index)
+        alone = wires.reduce([placed[i] for i in own], stage.predicted)
+        tied = summed_together(plan, index)
+        if tied and min(tied) in own:
+            ranks = sorted({placed[i] for i in tied})
+            alone = alone._replace(after=alone.after + wires.reduce_tied(ranks, stage.predicted))
+        found.append(alone)
+    return found
+
+
+def summed_together(plan: Plan, index: int) -> tuple[int, ...]:
+    """The stages whose gradients of tied parameters are summed with those of a stage, which is one
+    of them; empty if it has none that a stage on another pipeline rank has too."""
+    stages = plan.stages
+    if not stages[index].predicted.tied:
+        return ()
+    names = {*stages[index].parameters}
+    return tuple(
+        other
+        for other, stage in enumerate(stages)
+        if stage.predicted.tied and not names.isdisjoint(stage.parameters)
+    )
 
 
 def last_share(plan: Plan) -> float:
@@ -175,9 +197,25 @@ class _Wires:
             whole = size * mesh.dp  # of which a rank holds its rows
             gathered = whole * self.plan.gathered_share
             return StageSum(0.0, half_sum(gathered, levels, mesh.tp, copying))
+        size -= stage.tied
         moved = size * (1 + self.plan.gathered_share) / 2 if zero else size
         seconds = gradient_sum(moved, levels, mesh.tp, zero, copying)
         if not self.plan.cluster.all_gpus:
             return StageSum(0.0, seconds)
         beside = summed_beside(size, levels, mesh.tp, zero, copying)
         return StageSum(beside, seconds - beside)
+
+    def reduce_tied(self, pps: Sequence[int], stage: StagePrediction) -> float:
+        """Seconds in which gradients are summed that stages on several pipeline ranks have.
+
+        Under ZeRO-2 and 3 each replica sums its rows of them.
+        """
+        plan, mesh, size = self.plan, self.plan.mesh, stage.tied
+        every = [self._replicas(pp) for pp in pps]
+        copying = plan.cluster.copying
+        if plan.scatters:
+            levels = self.topology.levels([devices[0] for devices in every])
+            return gradient_sum(size / mesh.dp, levels, mesh.tp * mesh.dp, 0, copying)
+        levels = self.topology.levels([device for devices in every for device in devices])
+        moved = size * (1 + plan.gathered_share) / 2 if plan.zero_at_work else size
+        return gradient_sum(moved, levels, mesh.tp, plan.zero_at_work, copying)

@@ -131,7 +131,11 @@ def _sums(plan: Plan, where: Sequence[int]) -> _Sums:
         if index != entries[0]:
             continue
         size = stage.predicted.memory.gradients * (mesh.dp if plan.scatters else 1)
-        gradients += size * mesh.tp
+        together, tied = predict.summed_together(plan, index), stage.predicted.tied
+        gradients += (size if not together or min(together) in entries else size - tied) * mesh.tp
+        if together and min(together) in entries:
+            crossing += _of_tied(plan, where, sorted({placed[other] for other in together}), tied)
+        size -= 0 if plan.scatters else tied
         rounds = 1 + (plan.gathered_share if plan.zero else 1.0)
         if plan.scatters:  # in every micro-batch; there ZeRO-3 gathers twice too
             gathers = 2 * plan.batch.micro_batches if plan.fully_sharded else 1
@@ -142,3 +146,16 @@ def _sums(plan: Plan, where: Sequence[int]) -> _Sums:
             over = len({where[rank] for rank in ranks})
             crossing += int(rounds * (over - 1) * size)
     return _Sums(crossing, gradients)
+
+
+def _of_tied(plan: Plan, where: Sequence[int], pps: Sequence[int], size: int) -> int:
+    """What crosses between pipeline ranks to sum gradients that they all have."""
+    mesh = plan.mesh
+    replicas = [[dp] for dp in range(mesh.dp)] if plan.scatters else [[*range(mesh.dp)]]
+    rounds = 2.0 if plan.scatters else 1 + (plan.gathered_share if plan.zero_at_work else 1.0)
+    over = [
+        len({where[mesh.rank(pp, dp, tp)] for pp in pps for dp in dps})
+        for dps in replicas
+        for tp in range(mesh.tp)
+    ]
+    return int(rounds * sum(places - 1 for places in over) * size / len(replicas))

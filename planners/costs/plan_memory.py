@@ -9,7 +9,7 @@ The estimate that chose the plan adds up parts; these are the bytes that its run
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,10 +22,11 @@ from autopipe.joint.wanted import Wanted
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Boundary
+from autopipe.planfile.turns import taking_turns
 from autopipe.planners.costs.eager_depths import choose, pipeline
 from autopipe.planners.costs.gathered import gathered_bytes
 from autopipe.planners.costs.loss_bytes import loss_bytes
-from autopipe.planners.costs.stage_memory import memory, passing, sharing
+from autopipe.planners.costs.stage_memory import gradient_bytes, memory, passing, sharing
 from autopipe.planners.costs.tp_degrees import Degree
 from autopipe.planners.model.memory import excess
 from autopipe.schedules.instructions import Instruction, holders
@@ -188,9 +189,28 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
         if doing is not None:
             at = Instruction(doing, stage.index)
         holds = memory(held.cut.graph, counted, peak, copies, passes, plan, optimizer_factor)
-        predicted = replace(entry.predicted, memory=holds, fullest=str(at or ""))
+        elsewhere = _elsewhere(stage, stages, placed, plan, counted)
+        tied = gradient_bytes(held.cut.graph, elsewhere, plan)
+        predicted = replace(entry.predicted, memory=holds, fullest=str(at or ""), tied=tied)
         entries.append(replace(entry, predicted=predicted))
     return replace(plan, stages=tuple(entries))
+
+
+def _elsewhere(
+    stage: Stage,
+    stages: Sequence[Stage],
+    placed: Sequence[int],
+    plan: Plan,
+    names: Iterable[str],
+) -> set[str]:
+    """Those of a stage's states that other stages have on other pipeline ranks.
+
+    Args:
+        placed: the pipeline rank of each stage.
+    """
+    own = {placed[index] for index in taking_turns(plan.stages, stage.index)}
+    others = (other for other in stages if placed[other.index] not in own)
+    return {*names}.intersection(name for other in others for name in other.states)
 
 
 def _of_loss(cut: CutModel, stage: Stage, *, compiled: bool) -> int:

@@ -93,6 +93,12 @@ def memory(
     )
 
 
+def gradient_bytes(graph: Graph, names: Iterable[str], plan: Plan) -> int:
+    """Bytes of the gradients of some states, whole, as they are summed over ranks."""
+    trained = [state for name in names if (state := graph.states[name]).trainable]
+    return sum(bytes_at(state.held if plan.scatters else state.summed, 1) for state in trained)
+
+
 def share_of(shape: Sequence[Dim], size: int, ranks: int) -> int:
     """Bytes of a parameter's rows on the first of a number of ranks."""
     sizes = [int(dim) for dim in shape]

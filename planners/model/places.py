@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from autopipe.cluster.collective_time import Level
+from autopipe.cluster.collective_time import Level, Levels
 from autopipe.planners.model.devices import DeviceGroup
 from autopipe.planners.model.problem import (
     FEWEST_CHUNKS,
@@ -43,6 +43,8 @@ class StagePlace(NamedTuple):
         shares: the number of stages on these devices; each may use 1/shares of their memory.
         turns: the number of ranks that take turns at it; `group` has the devices of all of them.
         waiting: of those micro-batches, the ones between the halves of their backward.
+        tied: the levels of links over which gradients of parameters are summed that a later stage
+            has too, which is taken to be the last one; none: it is on the same devices.
     """
 
     in_flight: int
@@ -51,6 +53,7 @@ class StagePlace(NamedTuple):
     shares: int
     turns: int = 1
     waiting: int = 0
+    tied: Levels = ()
 
     def shared(self, config: Config) -> Config:
         """The config with all ranks that share the stage's parameters as replicas."""
@@ -172,6 +175,7 @@ def place_of(
         of = replace(of, levels=machine.levels(config.dp, group, turns))
     beyond = problem.seen_beyond(config)
     last = group + turns - 1
+    end = placement(problem.constraints, config.schedule, config.pp, config.chunks)[-1]
     return StagePlace(
         held,
         replace(of, memory=of.memory - beyond) if beyond else of,
@@ -179,7 +183,31 @@ def place_of(
         chunks_of(problem.constraints, config.schedule, config.chunks),
         turns,
         waiting,
+        _tied(problem, config, range(group, group + turns), end),
     )
+
+
+@lru_cache(maxsize=4096)
+def _tied(problem: Problem, config: Config, own: range, end: int) -> Levels:
+    """`StagePlace.tied`.
+
+    Args:
+        own: the numbers of the stage's groups.
+        end: that of the last stage's.
+    """
+    if end in own or not _ties(problem):
+        return ()
+    dp, topology = config.dp, problem.machine.topology
+    groups = [range(number * dp, (number + 1) * dp) for number in (*own, end)]
+    if config.scatters:  # each replica sums its rows
+        return topology.levels([first for first, *_ in groups])
+    return topology.levels([device for devices in groups for device in devices])
+
+
+@lru_cache(maxsize=64)
+def _ties(problem: Problem) -> bool:
+    """Whether several units use a parameter."""
+    return any(len(parameter.units) > 1 for parameter in problem.parameters)
 
 
 def profile_of(problem: Problem, dp: int, micro_batches: int) -> Profile | None:

@@ -39,6 +39,7 @@ class Tables:
         constants: bytes of other held states.
         copies: bytes of the copies of masters that forward reads.
         summed: bytes of all gradients, in the dtype in which they are summed.
+        onward: those of parameters that units behind the range use too, and none before it.
         block: bytes of parameters, as forward reads them, of the largest block that the range has
             any unit of, or of the largest unit outside of blocks: what ZeRO-3 gathers at once.
         opening, closing: the same of the block of the range's first unit, and of its last unit,
@@ -66,6 +67,7 @@ class Tables:
     constants: Bytes
     copies: Bytes
     summed: Bytes
+    onward: Bytes
     block: Bytes
     opening: Bytes
     closing: Bytes
@@ -138,6 +140,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
         problem.largest or (0,) * units,
     )
     saved = _fill(units, _saved(units, profile.saved))
+    low = problem.copies if problem.low_gradients else ()
     return Tables(
         forward=tuple(map(_prefix, profile.forward)),
         backward=tuple(map(_prefix, profile.backward)),
@@ -145,6 +148,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
         exchange=tuple(map(_prefix, profile.exchange)),
         **states._asdict(),
         summed=states.trainable - (states.copies if problem.low_gradients else 0),
+        onward=_fill(units, _onward(problem.parameters)) - _fill(units, _onward(low)),
         added=states.largest * (not profile.made),
         saved=saved,
         made=_made_beside_sums(problem, profile.made, saved),
@@ -314,6 +318,11 @@ def _held(units: int, items: tuple[Shared, ...]) -> Iterable[_Rectangle]:
     for item in items:
         for before, member in zip((-1, *item.units), item.units, strict=False):
             yield item.bytes, before + 1, member, member + 1, units
+
+
+def _onward(items: tuple[Shared, ...]) -> Iterable[_Rectangle]:
+    for item in items:
+        yield item.bytes, 0, item.units[0], item.units[0] + 1, item.units[-1]
 
 
 def dropped(units: int, items: Iterable[Saved]) -> Bytes:

@@ -26,6 +26,9 @@ the backwards hide some that the stages before it have still to run when it has 
 
     exposed_s = max(0, reduce_s - sum of B over the units before i)        reduce_s where B is split
 
+Where a later stage has some of its parameters too, their gradients are summed over the devices of
+both (`StagePlace.tied`), once the earlier stage has run its last backward.
+
 The stage's own last backward hides some too on GPUs, which sum a bucket as soon as its gradients
 are there: of X seconds that may run in it, max(e X, X - B) are left. X is all of reduce_s under
 ZeRO-0, under ZeRO-1 the half that scatters; of a split B there is its last half.
@@ -122,6 +125,24 @@ def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: Devi
     # Under ZeRO-1 gradients are scattered, and parameters gathered as they are read.
     moved = (ranges.summed + ranges.read) / 2 if config.zero else ranges.summed
     return _linear(summed, moved, group.levels, problem.machine.streams)
+
+
+def tied_seconds(ranges: Tables, problem: Problem, config: Config, place: StagePlace) -> Times:
+    """Seconds more in which gradients are summed that a later stage has too."""
+    if not place.tied or not np.any(ranges.onward):
+        return np.zeros(())
+    copying, streams = problem.machine.copying, problem.machine.streams
+    if config.scatters:
+        every = partial(gradient_sum, zero=0, copying=copying)
+        more = _linear(every, ranges.onward / config.dp, place.tied, streams * config.dp)
+    else:
+        zero = config.zero if place.group.levels else 0
+        every = partial(gradient_sum, zero=zero, copying=copying)
+        # Both sums are one; that over the stage's own devices is counted with all others'.
+        more = _linear(every, ranges.onward, place.tied, streams)
+        if place.group.levels:
+            more = more - _linear(every, ranges.onward, place.group.levels, streams)
+    return np.where(ranges.onward > 0, np.maximum(more, 0.0), 0.0)
 
 
 def beside_seconds(ranges: Tables, problem: Problem, config: Config, group: DeviceGroup) -> Times:
@@ -313,7 +334,8 @@ def stage_work(problem: Problem, config: Config, place: StagePlace, ranges: Tabl
         within=gather_seconds(ranges, problem, kind),
         between=transfer_seconds(ranges, problem, config, before),
         carrying=carrying,
-        sums=reduce_seconds(ranges, problem, config, group),
+        sums=reduce_seconds(ranges, problem, config, group)
+        + tied_seconds(ranges, problem, config, place),
         beside=beside_seconds(ranges, problem, config, group),
         earlier=hidden,
     )

@@ -184,6 +184,32 @@ def test_under_zero_1_the_ring_has_two_halves_and_under_zero_3_there_is_none() -
     ]
 
 
+def test_gradients_of_tied_parameters_are_summed_over_all_that_have_them() -> None:
+    """Of 20 GiB of two stages 4 are of a parameter that both have: once the first stage has run its
+    last backward, and so with nothing to hide behind. Bug: they took no time at all."""
+    far = Link(0.0, 2**30)
+
+    def reduce(plan: Plan, zero: int = 0) -> list[float]:
+        tied = (
+            replace(stage, zero=zero, predicted=replace(stage.predicted, tied=4 * 2**30))
+            for stage in plan.stages
+        )
+        found = predict.costs(replace(plan, stages=tuple(tied)))
+        return [pytest.approx(seconds) for seconds in found.reduce]
+
+    plan = over(chain(2, 2), far)
+    assert reduce(plan) == [4.0 + copies(2) * 4 / 20, 0.0]
+    both = placed(plan, 2, [0, 0, 0, 0])
+    own = 16.0 + copies(2) * 16 / 20 - 2e-3
+    assert reduce(both) == [own + 2 * 3 / 4 * 4 + copies(2) * 4 / 20, own]
+    own += copies(4) * 16 / 20
+    assert reduce(both, zero=1) == [own + 2 * 3 / 4 * 4 + copies(6) * 4 / 20, own]
+    rows = 20.0 + copies(6)  # gathered; the two stages' of each replica are summed
+    assert reduce(both, zero=2) == [rows + 2.0 + copies(2) * 2 / 20, rows]
+    v = over(chain(2, 2, schedule="zb-v", chunks=2), far)  # stages 0 and 3 are on one rank
+    assert reduce(v)[1:] == [0.0, 0.0, 0.0]
+
+
 def test_a_short_sum_costs_what_computing_beside_it_loses() -> None:
     """A sum that ends within the last backward of GPUs takes a share of it; CPUs sum after it."""
     plan = placed(over(chain(1, 2), Link(0.0, 1e15)), 2, [0, 0])

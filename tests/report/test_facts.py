@@ -101,6 +101,14 @@ def test_what_replicas_send_between_nodes(zero: int, words: str) -> None:
     assert told is not None and told.endswith(f" GB {words}")
 
 
+def test_what_stages_of_a_tied_parameter_send_between_nodes() -> None:
+    """Both have a gigabyte of its gradients: they go there and back."""
+    plan = on("2x1xA100-80GB", [(0, 0), (1, 0)])
+    stages = (replace(s, predicted=replace(s.predicted, tied=10**9)) for s in plan.stages)
+    told = facts.crossing(replace(plan, stages=tuple(stages)))
+    assert told is not None and told.endswith("; 2.0 GB to sum the gradients of parameters")
+
+
 def test_a_plan_that_meets_its_bound_has_no_gap() -> None:
     plan = example_plan()
     met = replace(plan, planner=replace(plan.planner, step_seconds=0.0155, bound_seconds=0.0155))

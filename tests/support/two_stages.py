@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopipe.cluster.cluster import Link
 from autopipe.planners.model.problem import (
     Config,
@@ -48,3 +50,8 @@ TWO_STAGES = Config(2, 1, 4, 0, "1f1b")
 
 
 FOUR_REPLICAS = Config(2, 4, 1, 0, "1f1b")
+
+UNTIED = replace(
+    PROBLEM, parameters=tuple(Shared(size, (unit,)) for unit, size in enumerate((100, 50, 100)))
+)
+"""The problem with 100 bytes of its own for unit 2."""

@@ -38,10 +38,15 @@ from autopipe.schedules.instructions import Kind, holders
 from autopipe.schedules.registry import SCHEDULES, make
 from autopipe.schedules.simulate import Costs, simulate
 from tests.support.problems import machine, rich_problem
-from tests.support.two_stages import FOUR_REPLICAS, LINK, PROBLEM, PROFILE, TWO_STAGES
+from tests.support.two_stages import FOUR_REPLICAS, LINK, PROBLEM, PROFILE, TWO_STAGES, UNTIED
 
 TWO = Decision(TWO_STAGES, (1,))
 """Unit 0, and units 1 and 2."""
+
+
+TIED = 2 * (100 / 2 / 4 + 0.25)
+"""Seconds of summing 100 bytes that both stages have: half of them there and back at 4 a second,
+after 0.25 s each time."""
 
 
 def limited(problem: Problem, *memory: int) -> Problem:
@@ -79,9 +84,10 @@ def test_two_stages_by_hand() -> None:
         transfers=3 * 12 + 2 * 8,
     )
 
-    # t = 3 and 20.5; three more micro-batches follow at the pace of the slower stage.
+    # t = 3 and 20.5; three more micro-batches follow at the pace of the slower stage. Then the tied
+    # 100 are summed.
     assert (first.period, second.period) == (3, 20.5)
-    assert found.step_seconds == 3 + 20.5 + 3 * 20.5
+    assert found.step_seconds == 3 + 20.5 + 3 * 20.5 + TIED
     assert (found.fits, found.worst, found.limit, found.overflow) == (True, (1,), 1000, 0)
 
 
@@ -95,7 +101,7 @@ def test_where_the_seconds_of_a_step_go() -> None:
         "gathering and scattering": 0,
         "copies to the host and back": 0,
         "transfers": 4 * 5.5 / 2,
-        "reducing gradients": 0,
+        "reducing gradients": TIED,
         "the bubble": 85 - 36 - 11,
     }
 
@@ -138,10 +144,11 @@ def test_no_more_transfers_are_under_way_than_there_are_micro_batches() -> None:
 
 
 def test_of_all_sums_of_gradients_the_one_that_ends_last_is_exposed() -> None:
-    """Four replicas: 3 / 4 of 100 bytes there and back at 4 a second, and 2 latencies each way; of
-    150 bytes for stage 1, which begins when stage 0 has 2 s of backward left."""
+    """Four replicas: 3 / 4 of 150 bytes there and back at 4 a second, and 2 latencies each way, for
+    stage 1, which begins when stage 0 has 2 s of backward left. The 100 of stage 0 are stage 1's
+    too: 7 / 8 of them there and back over eight devices, and 3 latencies each way."""
     found = estimate(PROBLEM, Decision(FOUR_REPLICAS, (1,)))
-    sums = [2 * (3 / 4 * size / 4 + 2 * 0.25) for size in (100, 150)]
+    sums = 2 * (7 / 8 * 100 / 4 + 3 * 0.25), 2 * (3 / 4 * 150 / 4 + 2 * 0.25)
     assert found.spent["reducing gradients"] == sums[1] - 2
     assert found.step_seconds == 3 + 20.5 + sums[1] - 2
     slow = replace(PROFILE, backward=((40.0, 4.0, 6.0),))
@@ -150,15 +157,17 @@ def test_of_all_sums_of_gradients_the_one_that_ends_last_is_exposed() -> None:
 
 
 def test_under_zero_3_a_forward_gathers_and_a_backward_gathers_and_scatters() -> None:
-    """Two stages of 100 and 150 bytes, four replicas; at the end nothing is left to sum."""
+    """Two stages of 100 and 150 bytes, four replicas. At the end each replica sums its 25 bytes of
+    the 100 that both stages have."""
     found = estimate(PROBLEM, Decision(FOUR_REPLICAS._replace(zero=3), (1,)))
     copying = PROBLEM.machine.copying
     once = [3 / 4 * size / 4 + 3 * 0.25 + 3 * size / copying for size in (100, 150)]
     assert [stage.forward_seconds for stage in found.stages] == [1 + once[0], 5 + once[1]]
     assert [stage.backward_seconds for stage in found.stages] == [2 + 2 * once[0], 10 + 2 * once[1]]
-    assert found.spent["reducing gradients"] == 0
+    tied = 2 * (25 / 2 / 4 + 0.25)
+    assert found.spent["reducing gradients"] == tied
     assert found.spent["gathering and scattering"] == 3 * sum(once) / 2
-    assert found.step_seconds == 3 + 20.5 + 3 * sum(once)
+    assert found.step_seconds == 3 + 20.5 + 3 * sum(once) + tied
     alone, usual = (Decision(TWO_STAGES._replace(zero=zero), (1,)) for zero in (3, 0))
     assert estimate(PROBLEM, alone).stages == estimate(PROBLEM, usual).stages
 
@@ -307,21 +316,21 @@ def test_eager_is_no_faster_than_its_depth_lets_it() -> None:
     """
     for depth, least in ((0, 18.5 / 2), (1, 18.5 / 3), (2, 18.5 / 4)):
         config = Config(2, 1, 4, 0, "eager-1f1b", depth)
-        assert floor_seconds(PROBLEM, config) == least
-        assert estimate(PROBLEM, Decision(config, (1,))).step_seconds == 3 + 20.5 + 3 * 15
-    far = replace(PROBLEM, machine=machine(2, 1000, (Link(12.0, 4.0),) * 3))
+        assert floor_seconds(UNTIED, config) == least
+        assert estimate(UNTIED, Decision(config, (1,))).step_seconds == 3 + 20.5 + 3 * 15
+    far = replace(UNTIED, machine=machine(2, 1000, (Link(12.0, 4.0),) * 3))
     steps = []
     for depth in (1, 2):
         config = Config(2, 1, 4, 0, "eager-1f1b", depth)
         steps.append(estimate(far, Decision(config, (1,))).step_seconds)
     # t_1 = 15 + 5 + 2 * 12; of (18 + 24) / 3 = 14 stage 1 is no faster, at any depth.
     assert steps == [3 + 44 + 3 * 15] * 2
-    farther = replace(PROBLEM, machine=machine(2, 1000, (Link(30.0, 4.0),) * 3))
+    farther = replace(UNTIED, machine=machine(2, 1000, (Link(30.0, 4.0),) * 3))
     for depth, pace in ((1, 78 / 3), (2, 78 / 4), (4, 15)):
         config = Config(2, 1, 4, 0, "eager-1f1b", depth)
         found = estimate(farther, Decision(config, (1,)))
         assert found.step_seconds == 3 + 80 + 3 * pace
-    assert floor_seconds(PROBLEM, TWO_STAGES) == 0
+    assert floor_seconds(UNTIED, TWO_STAGES) == 0
 
 
 # Several stages on a rank.

@@ -62,6 +62,9 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
     def received(crossing: Crossing) -> bool:
         return crossing.producer < i and any(unit in stage for unit in crossing.consumers)
 
+    def onward(items: tuple[Shared, ...]) -> int:
+        return sum(s.bytes for s in items if s.units[0] in stage and s.units[-1] >= j)
+
     def sent(crossing: Crossing) -> bool:
         return crossing.producer in stage and any(unit >= j for unit in crossing.consumers)
 
@@ -88,6 +91,7 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         held(problem.constants),
         held(problem.copies),
         held(problem.parameters) - held(problem.copies) * problem.low_gradients,
+        onward(problem.parameters) - onward(problem.copies) * problem.low_gradients,
         max(
             0,
             *(read(*of(block)) for block in problem.blocks if meets(block, i, j)),

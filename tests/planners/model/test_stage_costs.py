@@ -36,10 +36,11 @@ from autopipe.planners.model.stage_costs import (
     exchanged,
     reduce_seconds,
     stage_work,
+    tied_seconds,
     transfer_seconds,
 )
 from tests.support.problems import machine, rich_problem
-from tests.support.two_stages import FOUR_REPLICAS, LINK, PROBLEM, PROFILE, TWO_STAGES
+from tests.support.two_stages import FOUR_REPLICAS, LINK, PROBLEM, PROFILE, TWO_STAGES, UNTIED
 
 #   units        0     1     2
 #   forward      1 s   2 s   3 s         backward twice that
@@ -175,27 +176,57 @@ def test_seconds_are_those_of_the_kind_of_device() -> None:
 def test_gradients_are_summed_over_the_replicas_and_hide_behind_earlier_backwards() -> None:
     """Of 4: 3 / 4 of 100 bytes there and back at 4 a second, and log2 4 latencies each way. Of the
     later stage's 2 s are hidden, the backward of unit 0; of split backwards none."""
-    unit = ranges(last=1, first=0)
-    place = given(PROBLEM, FOUR_REPLICAS, 0)
+    unit = ranges(UNTIED, last=1, first=0)
+    place = given(UNTIED, FOUR_REPLICAS, 0)
     expected = 2 * (3 / 4 * 100 / 4 + 2 * 0.25)
-    assert reduce_seconds(unit, PROBLEM, FOUR_REPLICAS, place.group) == expected
-    assert stage_work(PROBLEM, FOUR_REPLICAS, place, unit).seconds(0.0) == (3, 3, expected)
-    later = given(PROBLEM, FOUR_REPLICAS, 1)
-    whole = float(reduce_seconds(ranges(), PROBLEM, FOUR_REPLICAS, later.group))
+    assert reduce_seconds(unit, UNTIED, FOUR_REPLICAS, place.group) == expected
+    assert stage_work(UNTIED, FOUR_REPLICAS, place, unit).seconds(0.0) == (3, 3, expected)
+    later = given(UNTIED, FOUR_REPLICAS, 1)
+    whole = float(reduce_seconds(ranges(UNTIED), UNTIED, FOUR_REPLICAS, later.group))
     left = whole - 2
-    assert stage_work(PROBLEM, FOUR_REPLICAS, later, ranges()).seconds(0.0) == (20.5, 20.5, left)
+    at_later = stage_work(UNTIED, FOUR_REPLICAS, later, ranges(UNTIED))
+    assert at_later.seconds(0.0) == (20.5, 20.5, left)
     split = FOUR_REPLICAS._replace(schedule="zb-h1")
-    assert stage_work(PROBLEM, split, later, ranges()).seconds(0.0).exposed == whole
-    alone = given(PROBLEM, TWO_STAGES, 0)
-    assert reduce_seconds(unit, PROBLEM, TWO_STAGES, alone.group) == 0
+    assert stage_work(UNTIED, split, later, ranges(UNTIED)).seconds(0.0).exposed == whole
+    alone = given(UNTIED, TWO_STAGES, 0)
+    assert reduce_seconds(unit, UNTIED, TWO_STAGES, alone.group) == 0
+
+
+@pytest.mark.parametrize(
+    ("replicas", "zero", "levels", "seconds"),
+    [
+        (1, 0, 2, 2 * (1 / 2 * 100 / 4 + 0.25)),
+        (4, 0, 8, 2 * (7 / 8 * 100 / 4 + 3 * 0.25)),
+        (4, 1, 8, 2 * (7 / 8 * 100 / 4 + 7 * 0.25)),
+        (4, 2, 2, 2 * (1 / 2 * 25 / 4 + 0.25)),
+    ],
+)
+def test_gradients_of_a_tied_parameter_are_summed_over_both_stages(
+    replicas: int, zero: int, levels: int, seconds: float
+) -> None:
+    """Unit 0's 100 bytes are unit 2's too. Bug: where there is one replica nothing was summed, and
+    over 1 Gbit/s a step of two stages that share an embedding was told to take a tenth.
+
+    Under ZeRO-1 rings scatter and gather; under ZeRO-2 each replica sums its 25 bytes."""
+    config = Config(2, replicas, 4 // replicas, zero, "1f1b")
+    far = replace(PROBLEM, machine=machine(8, 1000, (LINK,) * 3))
+    first, last = (given(far, config, stage) for stage in (0, 1))
+    assert [level.ranks for level in first.tied] == [levels] and not last.tied
+    unit = ranges(far, 0, 1)
+    own = reduce_seconds(unit, far, config, first.group)
+    own = own if zero < 2 else 0.0  # else they are of the rows that are gathered
+    copies = {0: 2, 1: 6, 2: 2}[zero] * 100 / (replicas if zero > 1 else 1) / far.machine.copying
+    assert own + tied_seconds(unit, far, config, first) == pytest.approx(seconds + copies)
+    assert not tied_seconds(ranges(far, 0, 3), far, config, first)
+    assert not tied_seconds(ranges(far, 1, 3), far, config, first)
 
 
 @pytest.mark.parametrize(("schedule", "share"), [("1f1b", 1.0), ("zb-h1", 0.5)])
 def test_on_gpus_the_last_backward_hides_sums_of_gradients(schedule: str, share: float) -> None:
     """As much as it takes, with what runs again, or its second half where it is split; if that is
     all, what computing loses is left. What ZeRO-1 gathers for the next step follows it."""
-    gpus = replace(PROBLEM, machine=replace(PROBLEM.machine, overlaps=True))
-    unit = ranges(last=1, first=0)
+    gpus = replace(UNTIED, machine=replace(UNTIED.machine, overlaps=True))
+    unit = ranges(UNTIED, last=1, first=0)
     for zero in (0, 1):
         config = FOUR_REPLICAS._replace(zero=zero, schedule=schedule)
         place = given(gpus, config, 0)
@@ -207,7 +238,7 @@ def test_on_gpus_the_last_backward_hides_sums_of_gradients(schedule: str, share:
         assert seconds.exposed == pytest.approx(whole - share * backward)
         again = stage_work(gpus, config, place, unit).seconds(10 * whole)
         assert again.exposed == pytest.approx(whole - beside + BESIDE * beside)
-        assert stage_work(PROBLEM, config, place, unit).seconds(0.0).exposed == whole
+        assert stage_work(UNTIED, config, place, unit).seconds(0.0).exposed == whole
 
 
 def test_zero_3_gathers_in_every_micro_batch_and_has_nothing_left_to_sum() -> None:
@@ -270,15 +301,16 @@ def test_what_all_devices_of_a_stage_send_takes_turns_on_a_shared_link() -> None
 def test_eager_hides_its_link_behind_computing_or_the_slower_wire() -> None:
     """Stage 1 computes for 15 s, and gets 12 bytes and sends 8 back."""
     eager = TWO_STAGES._replace(schedule="eager-1f1b", depth=1)
-    place = given(PROBLEM, eager, 1)
-    assert stage_work(PROBLEM, eager, place, ranges()).seconds(0.0) == (20.5, 15, 0)
-    assert stage_work(PROBLEM, eager, place, ranges()).seconds(2.0) == (22.5, 17, 0)
-    slow = replace(PROBLEM, machine=machine(2, 1000, (Link(0.25, 0.5),) * 3))
+    place = given(UNTIED, eager, 1)
+    assert stage_work(UNTIED, eager, place, ranges(UNTIED)).seconds(0.0) == (20.5, 15, 0)
+    assert stage_work(UNTIED, eager, place, ranges(UNTIED)).seconds(2.0) == (22.5, 17, 0)
+    slow = replace(UNTIED, machine=machine(2, 1000, (Link(0.25, 0.5),) * 3))
     place = given(slow, eager, 1)
     through = 15 + 20 / 0.5 + 0.5
-    assert stage_work(slow, eager, place, ranges()).seconds(0.0) == (through, 12 / 0.5, 0)
-    first = given(PROBLEM, eager, 0)
-    assert stage_work(PROBLEM, eager, first, ranges(last=1, first=0)).seconds(0.0) == (3, 3, 0)
+    assert stage_work(slow, eager, place, ranges(UNTIED)).seconds(0.0) == (through, 12 / 0.5, 0)
+    first = given(UNTIED, eager, 0)
+    unit = ranges(UNTIED, last=1, first=0)
+    assert stage_work(UNTIED, eager, first, unit).seconds(0.0) == (3, 3, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -90,7 +90,7 @@ def test_under_every_schedule_that_is_asked_for(make: str, schedule: str) -> Non
 
 
 @pytest.mark.sweep(of=4)
-@pytest.mark.parametrize("seed", [21, 56, 98, 133])
+@pytest.mark.parametrize("seed", [188, 56, 98, 133])
 def test_where_blocks_may_offload_what_they_keep(seed: int) -> None:
     """Four problems in whose fastest plans some do; of one stage, of two and of three."""
     dynamic = found_by("dynamic", hosted_problem(seed))
