@@ -201,12 +201,12 @@ def fastest(layers: Layers, weights: tuple[float, float], floor: float) -> Stage
         path = _descent(layers, weights, floor, *masked)
         if path is None:
             break
-        of_path = through(path) + path.most(_exposed)
-        if of_path < step * (1 - TOLERANCE):
-            step, best = of_path, path
-        if through(path) + least >= step * NEXT:
+        longest = path.most(_exposed)
+        if through(path) + longest < step * (1 - TOLERANCE):
+            step, best = through(path) + longest, path
+        if through(path) + least >= step * NEXT or longest <= least:
             break
-        limit = min(path.most(_exposed) * NEXT, step - through(path))
+        limit = min(longest * NEXT, step - through(path))
     return best
 
 
