@@ -333,7 +333,7 @@ class PlannerNote:
     be shorter. If it is visibly longer, plans of other meshes are made too and the fastest is
     taken; those have the seconds of their longest paths, and say so.
 
-    `limits`: the user's, each once, on a device's bytes, if below the largest device's memory.
+    `limits`: the user's on devices' bytes, each once; none, if none is below the largest memory.
     """
 
     name: str

@@ -222,17 +222,18 @@ def _loss_seconds(candidate: Candidate, answer: Answer) -> float:
 
 
 def _note(candidate: Candidate, answer: Answer) -> PlannerNote:
-    """What the planner says of its answer; limits only where they are below the devices' memory."""
+    """What the planner says of its answer; limits only if one is below the devices' memory."""
     job = candidate.job
     most = max(device.memory for device in job.cluster.devices)
-    limits = {limit for limit in job.constraints.memory or () if limit < most}
+    # One that is as good as none stays beside others: a limit alone is that of all devices.
+    limits = {min(limit, most) for limit in job.constraints.memory or ()}
     return PlannerNote(
         job.request.planner,
         answer.estimate.step_seconds,
         answer.bound_seconds,
         answer.binding,
         *_shown(answer.alternatives),
-        limits=tuple(sorted(limits)),
+        limits=() if limits == {most} else tuple(sorted(limits)),
     )
 
 

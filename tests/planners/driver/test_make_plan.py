@@ -179,6 +179,8 @@ def test_memory_in_words() -> None:
     assert planned(**small, memory="24GiB") == planned(**small)
     assert planned(**small, memory="900MiB").planner.limits == (900 * 2**20,)
     assert planned(**small, memory="943718400 bytes").planner.limits == (900 * 2**20,)
+    # Bug: a device that is as good as unlimited was told to hold more than the other's limit.
+    assert planned(**small, memory=["900MiB", "2GiB"]).planner.limits == (900 * 2**20, 2**30)
     with pytest.raises(AutopipeError, match=r"memory '3 Mbytes' is no size\nhint: 24GiB, "):
         planned(**small, memory="3 Mbytes")
     with pytest.raises(AutopipeError, match=r"memory 'plenty' is no size\nhint: 24GiB, "):
