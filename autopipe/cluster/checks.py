@@ -92,6 +92,7 @@ def _check_device(path: str, device: Device) -> None:
     for dtype, rate in device.flops.items():
         _positive(f"{path}.flops.{dtype}", rate)
     _positive(f"{path}.bandwidth", device.bandwidth)
+    _not_negative(f"{path}.host", device.host)
     _not_negative(f"{path}.launch", device.launch, LONGEST)
     _not_negative(f"{path}.half", device.half, LARGEST)
     for name, kernel in device.kernels.items():

@@ -489,17 +489,25 @@ DEVICES: dict[str, Datasheet] = {
 }
 
 
+_OTHER_RATES = {"PCIE", "NVL", "MIG", "TI", "D", "LAPTOP"}
+"""Words by which a device is another than the one of the same name without them."""
+
+
 @cache
 def sheet_of(kind: str) -> Datasheet | None:
     """The datasheet of a kind of device, which may be called as its driver calls it.
 
-    NVIDIA A100-SXM4-80GB     A100-80GB          NVIDIA GeForce RTX 4090     RTX4090
-    NVIDIA GH200 480GB        GH200              NVIDIA RTX A5000            none
+    NVIDIA A100-SXM4-80GB     A100-80GB          NVIDIA GeForce RTX 4090             RTX4090
+    NVIDIA GH200 480GB        GH200              NVIDIA RTX A5000                    none
+    NVIDIA A100 80GB PCIe     A100-PCIe-80GB     NVIDIA A100-SXM4-40GB MIG 1g.5gb    none
     """
     words = re.findall("[A-Z0-9]+", kind.upper())
-    said = {*words, *map("".join, pairwise(words))}
-    known = [name for name in DEVICES if said.issuperset(name.upper().split("-"))]
-    return DEVICES[max(known, key=len)] if known else None
+    said, other = {*words, *map("".join, pairwise(words))}, _OTHER_RATES.intersection(words)
+    for name, sheet in DEVICES.items():
+        parts = name.upper().split("-")
+        if said.issuperset(parts) and other.issubset(parts):
+            return sheet
+    return None
 
 
 def peak(device: Device, dtype: str) -> float | None:

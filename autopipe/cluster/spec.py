@@ -126,13 +126,12 @@ _BYTES = {"bit": 0.125, "b": 1.0}
 def _far(spec: str, text: str) -> Link:
     """A link between sites: `30ms,1Gbit/s`, also `100MB/s`. No share is taken off."""
     form = re.fullmatch(
-        rf"\s*({_FIGURE})\s*(s|ms|us)\s*,\s*({_FIGURE})\s*([KMGT]?)(bit|B)/s\s*",
-        text,
-        re.IGNORECASE,
+        rf"\s*({_FIGURE})\s*(s|ms|us)\s*,\s*({_FIGURE})\s*([KMGTkmgt]?)((?i:bit)|B)/s\s*", text
     )
-    if form is None:
+    if form is None:  # a small b is a bit to many, and a byte to some
         raise AutopipeError(
-            f"{spec!r}: expected latency and rate behind @, found {text!r}", hint="30ms,1Gbit/s"
+            f"{spec!r}: expected latency and rate behind @, found {text!r}",
+            hint="30ms,1Gbit/s, or of bytes 30ms,125MB/s",
         )
     power = " KMGT".index(form[4].upper() or " ")
     rate = float(form[3]) * 1000**power * _BYTES[form[5].lower()]
@@ -140,7 +139,7 @@ def _far(spec: str, text: str) -> Link:
         raise AutopipeError(
             f"{spec!r}: expected a rate above 0 behind @, found {form[3]}", hint="30ms,1Gbit/s"
         )
-    waits = float(form[1]) * _SECONDS[form[2].lower()]
+    waits = float(form[1]) * _SECONDS[form[2]]
     if waits > LONGEST:
         raise AutopipeError(
             f"{spec!r}: expected a latency of at most {LONGEST:g} s, found {waits:g} s",
@@ -210,11 +209,11 @@ def _meant(term: str) -> str | None:
             return f"did you mean cpu:{count} ({count} processes on this machine's processor)?"
         every = "; without --cluster it is all of them" if count == "N" else ""
         return f"did you mean local:{count} ({count} of this machine's devices{every})?"
-    found = re.fullmatch(r"((?:\d+\s*[x*]\s*){1,3})?(?!\d+x)([\w-]+?)(?::(\d+))?", term)
+    found = re.fullmatch(r"((?:\d+\s*[xX*]\s*){1,3})?(?!\d+x)([\w-]+?)(?::(\d+))?", term)
     if found is None:
         return None
     before, name, behind = found.groups()
-    counts = re.sub(r"\s*[x*]\s*", "x", before) if before else f"{behind}x" if behind else ""
+    counts = re.sub(r"\s*[xX*]\s*", "x", before) if before else f"{behind}x" if behind else ""
     *most, last = [f"{counts}{kind}" for kind in _like(name)] or [""]
     likely = f"{', '.join(most)} or {last}" if most else last
     return f"did you mean {likely}?" if likely else None

@@ -96,6 +96,7 @@ def test_a_file_without_a_figure(tmp_path: Path) -> None:
         (replace(SMALL, flops={}), "flops: expected at least one entry, found none"),
         (replace(SMALL, flops={"fp32": 0.0}), "flops.fp32: expected more than 0, found 0.0"),
         (replace(SMALL, bandwidth=0.0), "bandwidth: expected more than 0, found 0.0"),
+        (replace(SMALL, host=-1.0), "host: expected at least 0, found -1.0"),
         (replace(SMALL, launch=-1e-6), "launch: expected at least 0, found -1e-06"),
         (replace(SMALL, memory=10**20), "memory: expected 1e-09 to 1e+18, found 1e+20"),
         (replace(SMALL, bandwidth=1e-300), "bandwidth: expected 1e-09 to 1e+18, found 1e-300"),

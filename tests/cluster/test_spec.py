@@ -83,6 +83,11 @@ def test_a_preset_is_the_share_of_the_datasheet_that_programs_reach() -> None:
             "2x1x1xL4@5000s,1GB/s",
             "'2x1x1xL4@5000s,1GB/s': expected a latency of at most 3600 s, found 5000 s",
         ),
+        # Bug: bits were taken for bytes.
+        (
+            "2x1x1xL4@1ms,1Gb/s",
+            "'2x1x1xL4@1ms,1Gb/s': expected latency and rate behind @, found '1ms,1Gb/s'",
+        ),
         ("2x1x1xL4@1", "'2x1x1xL4@1': expected latency and rate behind @, found '1'"),
         ("2x1x1xL4@1ms,0B/s", "'2x1x1xL4@1ms,0B/s': expected a rate above 0 behind @, found 0"),
         ("", "no cluster is described by ''"),
@@ -109,6 +114,7 @@ def meant(*specs: str) -> str:
         ("h100:8", meant(*(f"8x{kind}" for kind in H100S))),
         ("2x8xnvidia_h100", meant(*(f"2x8x{kind}" for kind in H100S))),
         ("8 * H100-80GB", meant("8xH100-80GB")),
+        ("8XH100-80GB", meant("8xH100-80GB")),
         ("h100-80gb:8", meant("8xH100-80GB")),
         ("a100", meant("A100-40GB", "A100-80GB", "A100-PCIe-40GB", "A100-PCIe-80GB")),
         ("2xT4+8xmi300", meant("8xMI300X")),
@@ -186,6 +192,12 @@ def test_sites_share_the_link_that_is_given() -> None:
         ("NVIDIA A10", "A10"),
         ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
         ("NVIDIA RTX A5000", None),
+        # Bugs: a seventh of an A100 and a laptop's card had the peaks of the whole device.
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H200 NVL", None),
+        ("Tesla V100-PCIE-32GB", None),
         ("cpu", None),
         *((kind, kind) for kind in datasheets.DEVICES),
     ],
