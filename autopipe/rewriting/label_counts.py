@@ -19,6 +19,7 @@ cannot be weighed alone: it is right only if all micro-batches have equally many
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -161,7 +162,7 @@ def leaving_out(leaves: Mapping[str, Any], read: Collection[str]) -> list[dict[s
 
     An example batch may count all its labels, and then does not show what a loss leaves out. In
     each variant a random part of the labels becomes a number that often means "no label" (0, -1,
-    -100), and a mask of equal entries gets some of the other value.
+    -100; of floats nan), and a mask of equal entries gets some of the other value.
 
     Args:
         leaves: the batch by path.
@@ -177,8 +178,9 @@ def leaving_out(leaves: Mapping[str, Any], read: Collection[str]) -> list[dict[s
                 out = torch.rand(leaf.shape, generator=generator) < _LEFT_OUT
                 if bool(((leaf == 0).all()) | (leaf == 1).all()):
                     changed[path] = torch.where(out, leaf == 0, leaf == 1).to(leaf.dtype)
-                elif not (leaf.dtype == torch.bool or leaf.is_floating_point()):
-                    changed[path] = leaf.masked_fill(out, number)
+                elif leaf.dtype != torch.bool:
+                    none = math.nan if number == -100 and leaf.is_floating_point() else number
+                    changed[path] = leaf.masked_fill(out, none)
         found.append(changed)
     return found
 
