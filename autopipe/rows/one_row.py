@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import sympy
+import torch
 
 from autopipe.errors import AutopipeError
 from autopipe.ir.graph import Arg, Graph, Node, Ref, Value, shape_at
@@ -41,9 +42,16 @@ def same_with_one_row(graph: Graph, alone: Callable[[], Trace]) -> bool:
         alone: traces the model with one row.
     """
     try:
-        return _steps(graph) == _steps(alone().graph)
+        of_one = alone().graph
+        return _steps(graph) == _steps(of_one) and _constants_alike(graph, of_one)
     except (AutopipeError, ZeroDivisionError):  # the model takes no single row, or `n / (n - 1)`
         return False
+
+
+def _constants_alike(graph: Graph, other: Graph) -> bool:
+    """Whether the tensors that forward makes from numbers have the same values in both."""
+    pairs = [(value, other.constants.get(name)) for name, value in graph.constants.items()]
+    return all(o is not None and v.dtype == o.dtype and torch.equal(v, o) for v, o in pairs)
 
 
 def _steps(graph: Graph) -> list[object]:
