@@ -89,8 +89,6 @@ def degrees(cluster: Cluster, asked: int | None, graph: Graph) -> tuple[tuple[in
     """
     devices, nodes = cluster.num_devices, cluster.devices_per_node
     if asked is not None:
-        if asked < 1:
-            raise InfeasibleError(f"tp={asked} was asked for, and the least is 1")
         if asked > devices:
             raise InfeasibleError(
                 f"tp={asked} was asked for, and {cluster.name} has {devices} devices",

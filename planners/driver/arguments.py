@@ -25,7 +25,7 @@ from autopipe.planfile.consistency import ZERO
 from autopipe.planfile.contents import LOSS_OVER
 from autopipe.planfile.parts import TRANSFERS, InputSpec
 from autopipe.planfile.programs import micro_batches as count_micro_batches
-from autopipe.planners.model.problem import WRITTEN
+from autopipe.planners.model.problem import EAGER, WRITTEN, Constraints
 from autopipe.planners.search.registry import PLANNERS
 from autopipe.report import schedule_page
 from autopipe.runtime.probe.probe import local_cluster, this_machine
@@ -50,12 +50,7 @@ WINDOW = 2
 
 
 def check_words(
-    *,
-    precision: str | None,
-    planner: str,
-    loss_over: str,
-    zero: int | None,
-    transfers: str | None,
+    *, precision: str | None, planner: str, loss_over: str, zero: int | None, transfers: str | None
 ) -> None:
     """Check the arguments that have to be one of a few words.
 
@@ -70,6 +65,25 @@ def check_words(
         refuse_unknown("ZeRO stage", zero, ZERO)
     if transfers is not None:
         refuse_unknown("way of transfers", transfers, TRANSFERS)
+
+
+NUMBERS = "pp", "dp", "tp", "micro_batches", "micro_batch_size", "chunks", "window", "depth"
+"""Constraints that are whole numbers."""
+
+
+def check_numbers(asked: Constraints, batch_size: int | None) -> None:
+    """Check the arguments that are whole numbers from 1 on; a depth may be 0.
+
+    Raises:
+        AutopipeError: one of them is not.
+    """
+    numbers = {"batch_size": batch_size, **{name: getattr(asked, name) for name in NUMBERS}}
+    for name, number in numbers.items():
+        least = int(name != "depth")
+        if number is not None and (type(number) is not int or number < least):
+            raise AutopipeError(
+                f"{name}={number!r} was asked for, expected a whole number of at least {least}"
+            )
 
 
 def loss_parts_of(asked: int | str | None) -> int | None:
@@ -122,17 +136,22 @@ def refuse_unknown(what: str, asked: str | int, known: Iterable[str | int]) -> N
         )
 
 
-def schedule_of(schedule: str | None, chunks: int | None) -> tuple[str | None, Programs]:
+def schedule_of(
+    schedule: str | None, chunks: int | None, depth: int | None
+) -> tuple[str | None, Programs]:
     """A schedule's name, and its programs if it is one from a file (`WRITTEN`).
 
     Args:
-        chunks: stages on each rank, as asked for.
+        schedule: as asked for; None: the one that chunks or a depth are for, if there are any.
+        chunks, depth: as asked for; `plan` explains them.
 
     Raises:
         ScheduleError: the file holds no schedule, or the schedule has another number of stages on
             each rank.
     """
     programs: Programs = ()
+    if schedule is None:
+        schedule = "interleaved" if chunks else EAGER if depth else None
     if schedule is None or schedule in SCHEDULES:
         has = None if schedule is None else SCHEDULES[schedule].chunks
     else:
@@ -246,7 +265,7 @@ def rows_of(inputs: Any, example: Any, specs: Sequence[InputSpec], devices: int)
 
 
 def limits_of(
-    memory: int | str | Sequence[int | str] | None, cluster: Cluster | LocalSpec
+    memory: float | str | Sequence[float | str] | None, cluster: Cluster | LocalSpec
 ) -> tuple[int, ...] | None:
     """The memory limit of each device, from one limit for all or one for each.
 
@@ -255,9 +274,9 @@ def limits_of(
     """
     if memory is None:
         return None
-    each = memory.split(",") if isinstance(memory, str) else memory
-    devices = cluster.num_devices
-    limits = [_bytes(each)] if isinstance(each, int) else [_bytes(limit) for limit in each]
+    asked = memory.split(",") if isinstance(memory, str) else memory
+    each = [asked] if isinstance(asked, int | float) else asked
+    devices, limits = cluster.num_devices, [_bytes(limit) for limit in each]
     if len(limits) == 1:
         return tuple(limits * devices)
     if len(limits) != devices:
@@ -285,13 +304,13 @@ def check_host(offload: str | Sequence[str] | None, cluster: Cluster | LocalSpec
             )
 
 
-def _bytes(memory: int | str) -> int:
-    """Bytes from a number or text: 24GiB, 24GB, 512MiB, 1000000, 640 bytes.
+def _bytes(memory: float | str) -> int:
+    """Bytes from a number or text: 24GiB, 24GB, 512MiB, 24e9, 1000000, 640 bytes.
 
     Raises:
         AutopipeError: the text is no size.
     """
-    size = memory if isinstance(memory, int) else _parsed(memory)
+    size = _parsed(memory) if isinstance(memory, str) else round(memory)
     if size < 1:
         raise AutopipeError(f"memory {memory!r} is {size} bytes, expected at least 1")
     return size

@@ -64,7 +64,7 @@ def plan(
     chunks: int | None = None,
     window: int | None = None,
     depth: int | None = None,
-    memory: int | str | Sequence[int | str] | None = None,
+    memory: float | str | Sequence[float | str] | None = None,
     zero: int | None = None,
     transfers: str | None = None,
     turns: str | Sequence[int] | None = None,
@@ -109,9 +109,10 @@ def plan(
         pp, dp, tp, micro_batches: constraints; None leaves them to the planner.
         micro_batch_size: rows of a micro-batch, instead of `micro_batches`.
         schedule: one of `schedules.registry.SCHEDULES`, or a file that one is written in.
-        chunks: stages on each rank, for the schedule interleaved.
-        window, depth: at every boundary, the receives posted ahead and, for eager-1f1b, the
-            micro-batches in flight besides; None: as many as the link asks for and memory allows.
+        chunks: stages on each rank, for the schedule interleaved, which they ask for.
+        window, depth: at every boundary, the receives posted ahead and, for eager-1f1b, which a
+            depth asks for, the micro-batches in flight besides; None: as many as the link asks for
+            and memory allows.
         memory: bytes a device may hold ("24GiB"), where that is less than it has; or one such
             number for each device.
         zero: 1 shards optimizer state over replicas, 2 gradients too, 3 also parameters; None:
@@ -158,19 +159,16 @@ def plan(
     arguments.check_words(
         precision=precision, planner=planner, loss_over=loss_over, zero=zero, transfers=transfers
     )
-    schedule, programs = arguments.schedule_of(schedule, chunks)
+    schedule, programs = arguments.schedule_of(schedule, chunks, depth)
     if programs:
         pp, micro_batches = arguments.as_written(programs, pp, micro_batches)
-    parts = arguments.loss_parts_of(loss_parts)
     ranks_of_stages = arguments.turns_of(turns)
-    devices = arguments.cluster_meant(cluster, (sum(ranks_of_stages or ()) or pp, dp, tp), say)
     constraints = Constraints(
         pp=pp,
         dp=dp,
         tp=tp,
         micro_batches=micro_batches,
         schedule=schedule,
-        memory=arguments.limits_of(memory, devices),
         chunks=chunks,
         window=window,
         depth=depth,
@@ -180,6 +178,9 @@ def plan(
         turns=ranks_of_stages,
         micro_batch_size=micro_batch_size,
     )
+    arguments.check_numbers(constraints, batch_size)
+    devices = arguments.cluster_meant(cluster, (sum(ranks_of_stages or ()) or pp, dp, tp), say)
+    constraints = replace(constraints, memory=arguments.limits_of(memory, devices))
     arguments.check_host(offload, devices)
     with watch("traced"):
         skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
@@ -204,7 +205,7 @@ def plan(
         planner=planner,
         sequence_parallel=sequence_parallel,
         loss_over=loss_over,
-        loss_parts=parts,
+        loss_parts=arguments.loss_parts_of(loss_parts),
         lengths=arguments.lengths_of(inputs, lengths),
         source=source,
     )

@@ -145,10 +145,6 @@ def _depths(problem: Problem, name: str, pp: int, dp: int, m: int) -> Iterator[i
 def _meshes(problem: Problem) -> list[tuple[int, int]]:
     """All (pp, dp), fewest stages first, then most replicas."""
     asked, devices, units = problem.constraints, problem.machine.devices, problem.units
-    for name in ("pp", "dp", "tp", "micro_batches", "micro_batch_size"):
-        degree = getattr(asked, name)
-        if degree is not None and degree < 1:
-            raise InfeasibleError(f"{name}={degree} was asked for, and the least is 1")
     _check_devices(problem)
     chunks = min(chunks_of(asked, name) for name in schedules(problem))
     ranks = sum(asked.turns) if asked.turns else asked.pp

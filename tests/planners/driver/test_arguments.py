@@ -9,7 +9,7 @@ from torch import nn
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.spec import LocalSpec, parse
 from autopipe.errors import AutopipeError
-from autopipe.planners.driver.arguments import limits_of
+from autopipe.planners.driver.arguments import check_numbers, limits_of, schedule_of
 from autopipe.planners.driver.request import PlanRequest, as_optimizer_allows, micro_batch_rows
 from autopipe.planners.model.problem import Constraints
 from tests.support.inprocess import machine
@@ -18,10 +18,47 @@ from tests.support.optimizers import Lamb, Langevin, Together
 
 @pytest.mark.parametrize(
     ("text", "bytes"),
-    [("24GiB", 24 * 2**30), ("24GB", 24 * 10**9), ("1.5 KiB", 1536), ("512M", 512 * 10**6), (7, 7)],
+    [
+        ("24GiB", 24 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("1.5 KiB", 1536),
+        ("512M", 512 * 10**6),
+        (7, 7),
+        (2e9, 2 * 10**9),
+    ],
 )
-def test_sizes(text: int | str, bytes: int) -> None:
+def test_sizes(text: float | str, bytes: int) -> None:
     assert limits_of(text, machine(2)) == (bytes, bytes)
+
+
+def test_numbers_are_whole_and_of_at_least_one() -> None:
+    """Bugs: a batch of 0 rows was the usual one, a window of 0 was 2, 2.0 stages a TypeError."""
+    check_numbers(Constraints(pp=1, depth=0), None)
+    for asked, rows, sentence in (
+        (Constraints(), 0, "batch_size=0 was asked for, expected a whole number of at least 1"),
+        (Constraints(window=0), 8, "window=0 was asked for, expected a whole number of at least 1"),
+        (Constraints(pp=2.0), 8, "pp=2.0 was asked for, expected a whole number of at least 1"),  # type: ignore[arg-type]
+        (Constraints(depth=-1), 8, "depth=-1 was asked for, expected a whole number of at least 0"),
+    ):
+        with pytest.raises(AutopipeError) as refused:
+            check_numbers(asked, rows)
+        assert refused.value.message == sentence
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ((None, None, 0), None),
+        ((None, 2, None), "interleaved"),
+        ((None, None, 1), "eager-1f1b"),
+        (("zb-v", 2, None), "zb-v"),
+    ],
+)
+def test_chunks_and_depths_ask_for_the_schedule_that_they_are_for(
+    asked: tuple[str | None, int | None, int | None], name: str | None
+) -> None:
+    """Bug: plans had one stage on each rank without a word, and of a depth "1f1b takes none"."""
+    assert schedule_of(*asked) == (name, ())
 
 
 def test_a_limit_for_each_device() -> None:

@@ -163,7 +163,6 @@ def test_ties_are_won_by_what_comes_first() -> None:
 @pytest.mark.parametrize(
     ("constraints", "sentence", "hint"),
     [
-        (Constraints(pp=0), "pp=0 was asked for, and the least is 1", None),
         (
             Constraints(pp=4, dp=2),
             "pp=4 dp=2 needs 8 devices, found 6",
