@@ -25,8 +25,9 @@ DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 ATTENTION, CAUSAL_ATTENTION = "attention", "causal attention"
 DROPOUT_ATTENTION = "attention with dropout"
+ATTENTIONS = ATTENTION, CAUSAL_ATTENTION, DROPOUT_ATTENTION
 
-MULTIPLYING = ("conv2d", "lstm", ATTENTION, CAUSAL_ATTENTION, DROPOUT_ATTENTION)
+MULTIPLYING = ("conv2d", "lstm", *ATTENTIONS)
 """Ops that multiply in kernels of their own: their pace in bf16 does not follow from a matmul's.
 On an EPYC with AVX512_BF16 a matmul is 1.9 times as fast in bf16 as in fp32, the forward of an
 attention 0.8 times and its backward 0.4 (GPT of `benchmarks/honesty`, torch 2.13)."""
@@ -39,6 +40,21 @@ KERNELS = (
 )
 """Ops that a CPU does neither at the speed of its memory nor at that of a matmul; in fp32 where the
 name does not say otherwise."""
+
+LIKE = {
+    **dict.fromkeys(("conv1d", "conv3d", "convolution"), "conv2d"),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), "conv2d"),
+    **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu", "packed_rnn"), "lstm"),
+    **dict.fromkeys("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split(), "linear"),
+    **dict.fromkeys("columns addmm mm bmm matmul baddbmm linalg_matmul".split(), "linear"),
+    **dict.fromkeys("inner tensordot _grouped_mm grouped_mm_fallback".split(), "linear"),
+    "vocabulary_loss": "linear",
+    **dict.fromkeys(("group_norm", "instance_norm", "rms_norm"), "layer_norm"),
+    **dict.fromkeys(("_softmax", "_safe_softmax"), "softmax"),
+    **dict.fromkeys(("log", "sin", "cos", "erf"), "exp"),
+    "softplus": "sigmoid",
+}
+"""Ops whose pace is taken from a relative's, one of `KERNELS`."""
 
 
 def kernel_in(kernel: str, dtype: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import sympy
 import torch
 
-from autopipe.cluster.measured import ATTENTION, CAUSAL_ATTENTION, DROPOUT_ATTENTION
+from autopipe.cluster.measured import ATTENTION, CAUSAL_ATTENTION, DROPOUT_ATTENTION, LIKE
 from autopipe.ir.dataflow import gradient_values
 from autopipe.ir.graph import (
     REGION_OP,
@@ -104,17 +104,19 @@ def _columns(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     return 2 * results * operands[0].shape[-1]
 
 
-@rule("mm", "bmm", "matmul", "mv", "dot", *GROUPED)
+@rule("mm", "bmm", "matmul", "linalg_matmul", "mv", "dot", "inner", "tensordot", *GROUPED)
 def _matmul(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     """[..., m, k] x [..., k, n] -> [..., m, n]; [t, k] x [experts, k, n] -> [t, n], where each
-    token is multiplied by one expert's matrix."""
-    return 2 * _elements(made) * operands[0].shape[-1]
+    token is multiplied by one expert's matrix. A tensordot says which dims k is."""
+    inner = [operands[0].shape[dim] for dim in arguments(node).get("dims_self", [-1])]
+    return 2 * _elements(made) * sympy.prod(inner)
 
 
 @rule("addmm", "baddbmm", "addbmm", "addmv")
 def _addmm(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """A matmul of the second and third operand; the first is added."""
-    return 2 * _elements(made) * operands[1].shape[-1]
+    """A matmul of the second and third operand; the first is added, and addbmm adds up a batch."""
+    batch = operands[1].shape[0] if node.short == "addbmm" else 1
+    return 2 * _elements(made) * operands[1].shape[-1] * batch
 
 
 @rule("conv1d", "conv2d", "conv3d", "convolution")
@@ -144,24 +146,41 @@ def _attention(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     return flops / 2 if arguments(node)["is_causal"] else flops
 
 
-@rule("lstm", "gru", "rnn_tanh", "rnn_relu", "packed_rnn")
+CELLS = {"lstm_cell": 2, "gru_cell": 1, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
+"""Recurrent ops of a single step, and how many states [b, h] stand before their weights."""
+
+
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu", "packed_rnn", *CELLS)
 def _recurrent(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     """Every weight matrix once per time step and row: x [b, t, ...] gives b * t of them."""
     steps = sympy.prod(operands[0].shape[:-1])
-    matrices = [spec for spec in operands[1:] if len(spec.shape) == 2]
-    return sum((2 * steps * _elements(matrix) for matrix in matrices), sympy.Integer(0))
+    matrices = _matrices(node.short, [spec.shape for spec in operands])
+    return sum((2 * steps * sympy.prod(matrix) for matrix in matrices), sympy.Integer(0))
+
+
+def _matrices(op: str, shapes: Sequence[Sequence[Dim]]) -> list[Sequence[Dim]]:
+    """The shapes of a recurrent op's weights."""
+    return [shape for shape in shapes[1 + CELLS.get(op, 0) :] if len(shape) == 2]
 
 
 @rule("einsum")
 def _einsum(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """A multiplication and an addition per combination of all the letters."""
-    equation = str(node.args[0]).replace(" ", "").split("->")[0]
-    sizes: dict[str, Dim] = {}
-    for letters, spec in zip(equation.split(","), operands, strict=False):
-        if "." in letters or len(letters) != len(spec.shape):
-            return 2 * _elements(made)
-        sizes.update(zip(letters, spec.shape, strict=True))
-    return 2 * sympy.prod(sizes.values())
+    """A multiplication and an addition per combination of the letters of two operands. What they
+    make keeps those letters that the result has or a later operand."""
+    rest = "9876543210"  # letters of the dims that `...` stands for, the last dim last
+    terms, arrow, result = str(node.args[0]).replace(" ", "").partition("->")
+    names, sizes = list[str](), dict[str, Dim]()
+    for term, spec in zip(terms.split(","), operands, strict=True):
+        names.append(term.replace("...", rest[7 + len(term) - len(spec.shape) :]))
+        for letter, size in zip(names[-1], spec.shape, strict=True):
+            sizes[letter] = sizes.get(letter, 1) if size == 1 else size
+    kept = {*result.replace("...", rest)} if arrow else {*sizes}
+    flops, left = sympy.Integer(0), {*names[0]}
+    for number, name in enumerate(names[1:], 2):
+        left |= {*name}
+        flops += 2 * sympy.prod(sizes[letter] for letter in left)
+        left &= kept.union(*names[number:])
+    return flops
 
 
 @rule("region")
@@ -192,7 +211,7 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
         case "vocabulary_loss":
             *rows, k = shapes[0]
             return sympy.sympify(sympy.prod(rows)), k, shapes[1][0]
-        case "mm" | "bmm" | "matmul" if len(shapes[0]) > 1 and len(shapes[1]) > 1:
+        case "mm" | "bmm" | "matmul" | "linalg_matmul" if len(shapes[0]) > 1 and len(shapes[1]) > 1:
             return shapes[0][-2], shapes[0][-1], shapes[1][-1]
         case _ if op in GROUPED and len(shapes[1]) == 3:
             return sympy.sympify(shapes[0][-2]) / shapes[1][0], shapes[0][-1], shapes[1][-1]
@@ -203,34 +222,16 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
             return _elements(made) / out, _elements(operands[1]) / out, out
         case "scaled_dot_product_attention":
             return shapes[0][-2], shapes[0][-1], shapes[1][-2]
-        case "lstm" | "gru" | "rnn_tanh" | "rnn_relu" | "packed_rnn":
-            matrix = next(shape for shape in shapes[1:] if len(shape) == 2)
+        case _ if op in CELLS or op in ("lstm", "gru", "rnn_tanh", "rnn_relu", "packed_rnn"):
+            matrix = _matrices(op, shapes)[0]
             return shapes[0][0], matrix[1], matrix[0]
     return ()
 
 
-ATTENTIONS = ATTENTION, CAUSAL_ATTENTION, DROPOUT_ATTENTION
-
-LIKE = {
-    **dict.fromkeys(("conv1d", "conv3d", "convolution"), "conv2d"),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), "conv2d"),
-    **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu", "packed_rnn"), "lstm"),
-    **dict.fromkeys("columns addmm mm bmm matmul baddbmm".split(), "linear"),
-    **dict.fromkeys(GROUPED, "linear"),
-    "vocabulary_loss": "linear",
-    **dict.fromkeys(("group_norm", "instance_norm", "rms_norm"), "layer_norm"),
-    **dict.fromkeys(("_softmax", "_safe_softmax"), "softmax"),
-    **dict.fromkeys(("log", "sin", "cos", "erf"), "exp"),
-    "softplus": "sigmoid",
-}
-"""Ops whose pace is taken from a relative's, one of `measured.KERNELS`."""
-
-
 def _kernel(node: Node) -> str:
     """The key of a node's measured rate; attention has three, by how it can be fused."""
-    op = node.short
-    if op != "scaled_dot_product_attention":
-        return LIKE.get(op, op)
+    if node.short != "scaled_dot_product_attention":
+        return LIKE.get(node.short, node.short)
     given = arguments(node)
     if given["dropout_p"]:
         return DROPOUT_ATTENTION

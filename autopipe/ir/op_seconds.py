@@ -39,10 +39,10 @@ import torch
 from numpy.typing import NDArray
 
 from autopipe.cluster.cluster import Device, Kernel
-from autopipe.cluster.measured import KERNELS, kernel_in
+from autopipe.cluster.measured import ATTENTIONS, KERNELS, LIKE, kernel_in
 from autopipe.errors import AutopipeError
 from autopipe.ir.graph import BATCH, Dim
-from autopipe.ir.op_costs import ATTENTIONS, LIKE, NodeCost
+from autopipe.ir.op_costs import NodeCost
 from autopipe.util import dtypes as dtype_names
 
 

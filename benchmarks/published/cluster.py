@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from autopipe.cluster import datasheets, efficiency, spec
 from autopipe.cluster.cluster import Cluster, Device, Group, Kernel, Link, Pace
-from autopipe.ir.op_costs import ATTENTIONS
+from autopipe.cluster.measured import ATTENTIONS
 from benchmarks.published.rows import Unsupported
 
 NVLINK = 25e9

@@ -11,12 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopipe.cluster.cluster import Device, Kernel, Pace
-from autopipe.cluster.measured import KERNELS
+from autopipe.cluster.measured import KERNELS, LIKE
 from autopipe.errors import AutopipeError
 from autopipe.ir import op_costs
 from autopipe.ir.dataflow import gradient_values
 from autopipe.ir.graph import BATCH, Ref, State, at_batch
-from autopipe.ir.op_costs import LIKE, RULES, costs, rule
+from autopipe.ir.op_costs import RULES, costs, rule
 from autopipe.ir.op_seconds import roofs, seconds
 from autopipe.rewriting.loss_in_parts import in_parts
 from autopipe.tracing.capture.low_precision import SixteenBits
@@ -89,6 +89,16 @@ OPS = {
     "addmm": (lambda x, bias, w: torch.addmm(bias, x, w), [(5,), (4, 5)], (4,)),
     "einsum": (lambda x, w: torch.einsum("bsd,dk->bsk", x, w), [(4, 5)], (7, 4)),
     "einsum of two batches": (lambda x: torch.einsum("bsd,btd->bst", x, x), [], (7, 4)),
+    "einsum of any rows": (lambda x, w: torch.einsum("...d,dk->...k", x, w), [(4, 5)], (7, 4)),
+    "einsum of three": (
+        lambda x, w, v: torch.einsum("bsd,dk,kl->bsl", x, w, v),
+        [(4, 5), (5, 6)],
+        (7, 4),
+    ),
+    "tensordot": (lambda x, w: torch.tensordot(x, w, ([2, 1], [0, 1])), [(4, 7, 5)], (7, 4)),
+    "inner": (torch.inner, [(5, 4)], (7, 4)),
+    "linalg.matmul": (torch.linalg.matmul, [(4, 5)], (7, 4)),
+    "gru_cell": (lambda x, i, h: torch.gru_cell(x, x[:, :2], i, h), [(6, 4), (6, 2)], (4,)),
     "conv1d": (lambda x, w: F.conv1d(x, w, padding=1), [(6, 4, 3)], (4, 9)),
     "conv2d": (lambda x, w: F.conv2d(x, w, stride=2), [(6, 4, 3, 3)], (4, 9, 9)),
     "conv3d": (F.conv3d, [(6, 4, 2, 2, 2)], (4, 5, 5, 5)),
