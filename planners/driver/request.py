@@ -33,7 +33,7 @@ from autopipe.planners.search.configs import one_of
 from autopipe.rewriting.fused_attention import fused
 from autopipe.rows.least_rows import ONE, Least
 from autopipe.stages.dry_run import Known
-from autopipe.stages.recompute import blocks_meant, words_of_option
+from autopipe.stages.recompute import ALL, blocks_meant, words_of_option
 from autopipe.stages.whole_loss import WholeLoss
 from autopipe.tracing.capture import user_checkpoints
 from autopipe.tracing.capture.low_precision import SixteenBits, kept
@@ -113,20 +113,21 @@ class PlanRequest:
         What runs again is not kept: `--recompute all --offload h.3` means all others and this one.
 
         Raises:
-            PlanError: there is no such block, or the same is asked to run again.
+            PlanError: there is no such block, or all that is asked to run again is offloaded.
         """
         words = words_of_option("offload", self.offload, [AUTO, OFF])
-        again = words_of_option("recompute", self.recompute, [NOTHING])
         if AUTO in words:
             return None
-        both = [word for word in words if word in again]
-        if both:
+        away = blocks_meant(blocks, [word for word in words if word != OFF], "offload")
+        asked = words_of_option("recompute", self.recompute, [NOTHING])
+        named = [ALL if is_for_ops(word) else word for word in asked if word != NOTHING]
+        if away and named and {*blocks_meant(blocks, named)} <= {*away}:
             raise PlanError(
-                f"offload={both[0]} was asked for, and recompute={both[0]} too: what runs again is "
-                "not kept, and there is nothing to offload",
+                f"offload={','.join(words)} was asked for, and recompute={','.join(asked)} too: "
+                "what runs again is not kept, and there is nothing to offload",
                 hint="name other blocks with --offload than with --recompute",
             )
-        return blocks_meant(blocks, [word for word in words if word != OFF], "offload")
+        return away
 
     def microbatch_rows(self, rows: int) -> int | None:
         """The rows of a micro-batch, if all that they follow from is asked for.

@@ -139,6 +139,19 @@ def test_a_block_that_offloads_runs_nothing_again() -> None:
             PlanError,
             "offload=all was asked for, and recompute=all too",
         ),
+        # Bugs: the blocks and ops that were to run again were offloaded, without a word.
+        (
+            {"offload": "all", "recompute": "3"},
+            gpus(1e9),
+            PlanError,
+            "offload=all was asked for, and recompute=3 too",
+        ),
+        (
+            {"offload": "all", "recompute": "norms"},
+            gpus(1e9),
+            PlanError,
+            "offload=all was asked for, and recompute=norms too",
+        ),
         (
             {"offload": ["off", "all"]},
             gpus(1e9),
