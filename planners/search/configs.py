@@ -236,6 +236,13 @@ def _check_turns(problem: Problem) -> None:
             "stage needs one",
             hint=f"micro_batches of at least {max(asked.turns)}",
         )
+    size, most = asked.micro_batch_size, problem.batch // max(asked.turns)
+    if size is not None and size > most:
+        raise InfeasibleError(
+            f"{turns}, and micro_batch_size={size} of a batch of {problem.batch} rows: each rank "
+            "that takes turns at a stage needs a micro-batch",
+            hint=f"micro_batch_size of at most {most}",
+        )
 
 
 def _check_devices(problem: Problem) -> None:

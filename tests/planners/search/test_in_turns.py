@@ -90,6 +90,8 @@ def test_micro_batches_in_flight() -> None:
         ({"turns": (1, 2), "pp": 2}, "are 3 ranks of a pipeline, and pp=2"),
         ({"turns": (1, 2), "schedule": "gpipe"}, "the schedule gpipe"),
         ({"turns": (1, 3), "micro_batches": 2}, "micro_batches=2: each rank"),
+        # Bug: "a batch of 8 rows does not divide into micro-batches of 8 rows".
+        ({"turns": (1, 2), "micro_batch_size": 8}, "micro_batch_size=8 of a batch of 8 rows"),
         ({"turns": (4, 4)}, "needs 8 devices, found 4"),
     ],
 )
