@@ -54,7 +54,10 @@ LATENCY, OF_MEMORY = 1e-4, 1 / 4
 """Estimates for a link that could not be measured: its latency in seconds, and its bandwidth as a
 share of the memory's (gloo on one host, 2-core VM, 2026-11)."""
 
-SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE")
+SETTINGS = (
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"),
+)
 """Environment variables that change how fast torch computes."""
 
 
