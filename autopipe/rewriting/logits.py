@@ -87,7 +87,7 @@ def _head(flow: Dataflow, loss: Node) -> Head | None:
     logs = any(part.short == "log_softmax" for part in between)  # a second one changes nothing
     if loss.short != "cross_entropy_loss" and not logs:
         return None
-    if node is None or any(part.autocast or part.grad != loss.grad for part in (node, loss)):
+    if node is None or node.autocast or loss.autocast:
         return None
     transposing, operands = None, list(values_in(node.args))
     if node.short in ("matmul", "mm") and len(operands) == 2:
@@ -97,12 +97,17 @@ def _head(flow: Dataflow, loss: Node) -> Head | None:
         return None
     if len(operands) < 2 or operands[0] == operands[1]:
         return None
+    parts = (*between, node, *([transposing] if transposing is not None else ()))
+    if any(part.grad != loss.grad for part in parts):
+        return None
     begin = graph.index[node.name]
     if any(p > begin for v in operands for p in flow.writers.get(flow.root[v], ())):
         return None  # parts of the loss read them later than the product did
     x, weight, *bias = operands
     if min(len(graph.spec(operand).shape) for operand in (x, weight)) < 2:
         return None
+    if any(graph.spec(b).shape != graph.spec(weight).shape[:1] for b in bias):
+        return None  # parts of the columns have no parts of one number for all, or of rows of them
     return Head(loss, tuple(between), node, x, weight, bias[0] if bias else None, transposing)
 
 

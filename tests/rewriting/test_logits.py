@@ -167,12 +167,31 @@ def written_behind(m: Model, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + x.mean()
 
 
+def rows_without_gradient(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    logits = m.head(x)
+    with torch.no_grad():
+        rows = logits.flatten(0, 1)
+    return F.cross_entropy(rows, y.flatten()) + x.mean()
+
+
+def words_without_gradient(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        turned = m.head.weight.T
+    return F.cross_entropy((x @ turned).flatten(0, 1), y.flatten())
+
+
+def one_bias_of_all(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    logits = F.linear(x, m.head.weight, m.head.bias[:1])
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
 @pytest.mark.sweep(of=4)
 @pytest.mark.parametrize(
     "run",
     [
         *(smoothed, weighed, each_row, read_again, probable, capped, written, some_words),
-        *(of_positions, by_a_vector, without_gradient, written_behind),
+        *(of_positions, by_a_vector, without_gradient, written_behind, rows_without_gradient),
+        *(words_without_gradient, one_bias_of_all),
     ],
 )
 def test_a_loss_that_is_left_alone(run: Run) -> None:
