@@ -95,16 +95,18 @@ def _attention(flow: Dataflow, softmax: Node) -> Attention | None:
     """The attention around a softmax; None: there is none, or no single op equals it."""
     given, output = arguments(softmax), softmax.outputs[0]
     assert output is not None
-    if given["dim"] % len(output.shape) != len(output.shape) - 1:
+    rank = max(len(output.shape), 1)  # softmax takes a scalar, too
+    if given["dim"] % rank != rank - 1:
         return None
     scores, after = _scores(flow, given["self"]), _to_product(flow, softmax)
     if scores is None or not after:
         return None
-    key = _before_transpose(flow.graph, scores.transposed)
-    if key is None:
+    key = _before_transpose(flow.graph, scores.transposed, grad=softmax.grad)
+    random = [node for node in after if is_random(node)]
+    if key is None or len(random) > 1:
         return None
-    random = next((node for node in after if is_random(node)), None)
-    found = Attention(scores.query, key, after[-1].values()[1], scores, after, random)
+    dropout = random[0] if random else None
+    found = Attention(scores.query, key, after[-1].values()[1], scores, after, dropout)
     return found if _equals_one_op(flow, found) else None
 
 
@@ -114,6 +116,8 @@ def _equals_one_op(flow: Dataflow, found: Attention) -> bool:
     looks = [graph.spec(each) for each in (found.query, found.key, found.value)]
     if output is None or {look.dtype for look in looks} != {output.dtype}:
         return False
+    if found.scores.scale <= 0:
+        return False  # flash attention takes the largest score before it multiplies
     if len({look.shape[:-2] for look in looks}) > 1 or len(output.shape) not in (3, 4):
         return False
     nodes = (*found.scores.nodes, *found.after)
@@ -148,7 +152,7 @@ def _scores(flow: Dataflow, value: object) -> Scores | None:
                 return plain
             added = given["self"]
             return replace(plain, mask=Mask(added)) if _masks(flow, added) else None
-        case "to" | "_to_copy":
+        case "to" | "_to_copy" if _is_cast(node):
             found = _scores(flow, node.args[0])
             return found and found.through(node)
         case "mul" | "div" if given.get("rounding_mode") is None:
@@ -243,9 +247,15 @@ def _to_product(flow: Dataflow, softmax: Node) -> tuple[Node, ...]:
         if node.short in ("matmul", "bmm"):
             first, *_ = node.values()
             return (*found, node) if first == Ref(found[-1].name) else ()
-        if node.short not in (*_CASTS, "dropout"):
+        if not _is_cast(node) and node.short != "dropout":
             return ()
         found.append(node)
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether a node gives the same numbers to a rounding: integers are something else."""
+    after = node.outputs[0]
+    return node.short in _CASTS and after is not None and after.dtype.is_floating_point
 
 
 def _readers(flow: Dataflow, node: Node) -> list[Node]:
@@ -254,10 +264,14 @@ def _readers(flow: Dataflow, node: Node) -> list[Node]:
     return [nodes[p] for p in flow.users.get(Ref(node.name), ()) if p < len(nodes)]
 
 
-def _before_transpose(graph: Graph, value: Value) -> Value | None:
-    """The value of which this one is the transpose in the last two dims; None: there is none."""
+def _before_transpose(graph: Graph, value: Value, *, grad: bool) -> Value | None:
+    """The value of which this one is the transpose in the last two dims; None: there is none.
+
+    Args:
+        grad: whether gradients are recorded where the transpose is read, and so must be here.
+    """
     node = maker(graph, value)
-    if node is None:
+    if node is None or node.grad != grad:
         return None
     rank = len(graph.spec(value).shape)
     if node.short == "transpose":

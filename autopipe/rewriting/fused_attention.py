@@ -87,7 +87,8 @@ def _in_groups(graph: Graph) -> Iterator[tuple[str, list[Node]]]:
         query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
         if mask is not None or graph.spec(query).dtype not in (torch.bfloat16, torch.float16):
             continue
-        fewer = None if given["enable_gqa"] else before_repeat(graph, key, value)
+        grouped = given["enable_gqa"]
+        fewer = None if grouped else before_repeat(graph, key, value, grad=node.grad)
         if fewer is not None:
             args = (query, *fewer, None, given["dropout_p"], given["is_causal"])
             kwargs = {"scale": given["scale"], "enable_gqa": True}
@@ -100,10 +101,13 @@ def _as_one(graph: Graph, attention: Attention, names: set[str]) -> list[Node]:
     new, output = _NewNodes(last, names), last.outputs[0]
     assert output is not None
     values = (attention.query, attention.key, attention.value)
-    operands, keyless = [(value, graph.spec(value)) for value in values], None
+    operands = [(value, graph.spec(value)) for value in values]
     if mask is not None:
         mask_operand, keyless = new.mask(mask, graph.spec(mask.value))
         operands.append(mask_operand)
+        if keyless is not None:
+            query, look = operands[0]
+            operands[0] = new.add("aten.masked_fill.Scalar", (query, keyless[0], 0.0), look)
     lifted = len(output.shape) == 3
     if lifted:  # kernels want four dims
         operands = [new.lifted(*operand) for operand in operands]
@@ -115,11 +119,7 @@ def _as_one(graph: Graph, attention: Attention, names: set[str]) -> list[Node]:
     look = TensorSpec((1, *output.shape), output.dtype) if lifted else output
     result = new.add(ATTENTION, tuple(args), look, **extra)
     if lifted:
-        result = new.add("aten.squeeze.dim", (result[0], 0), output)
-    if keyless is not None:
-        mean = TensorSpec((*output.shape[:-2], 1, output.shape[-1]), output.dtype)
-        equally = new.add("aten.mean.dim", (attention.value, (-2,), True), mean)
-        new.add("aten.where.self", (keyless[0], equally[0], result[0]), output)
+        new.add("aten.squeeze.dim", (result[0], 0), output)
     *before, end = new.nodes
     return [*before, replace(end, name=last.name)]
 
@@ -147,7 +147,7 @@ class _NewNodes:
         """A mask as the op takes it, and the queries without any key, if there may be some.
 
         If masked scores are set to a finite number, such a query weighs all keys equally: the mask
-        then lets it see all of them.
+        then lets it see all of them, and as zeros it does weigh them so.
         """
         operand = mask.value, look
         if mask.low is None:

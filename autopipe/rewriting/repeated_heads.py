@@ -15,21 +15,24 @@ _RESHAPES = frozenset("reshape view _unsafe_view".split())
 _REPEATING = _RESHAPES | {"clone", "contiguous", "expand", "unsqueeze"}
 
 
-def before_repeat(graph: Graph, key: Value, value: Value) -> tuple[Value, Value] | None:
+def before_repeat(
+    graph: Graph, key: Value, value: Value, *, grad: bool
+) -> tuple[Value, Value] | None:
     """Keys and values before both were repeated equally often; None: they are not.
 
     Args:
         key, value: [b, heads, t, d], as an attention reads them.
+        grad: whether gradients are recorded there, and so must be where they are repeated.
     """
     flow = analyse(graph)
-    keys, values = _repeated(flow, key), _repeated(flow, value)
+    keys, values = (_repeated(flow, read, grad=grad) for read in (key, value))
     if keys is None or values is None:
         return None
     few, many = (graph.spec(found).shape[1] for found in (keys, values))
     return (keys, values) if few == many else None
 
 
-def _repeated(flow: Dataflow, value: Value) -> Value | None:
+def _repeated(flow: Dataflow, value: Value, *, grad: bool) -> Value | None:
     """The value that was repeated along dim 1 to make this one; None: there is none."""
     graph = flow.graph
     node, parts, shape = maker(graph, value), list[Node](), graph.spec(value).shape
@@ -38,8 +41,8 @@ def _repeated(flow: Dataflow, value: Value) -> Value | None:
     if node.short == "repeat_interleave":
         given = arguments(node)
         each = isinstance(given["repeats"], int) and given["dim"] in (1, -3)
-        return _as_it_was(flow, node, value) if each else None
-    while node is not None and node.short in _REPEATING:
+        return _as_it_was(flow, node, value) if each and node.grad == grad else None
+    while node is not None and node.short in _REPEATING and node.grad == grad:
         parts.append(node)
         node = None if node.short == "unsqueeze" else maker(graph, node.args[0])
     shorts = [part.short for part in parts if part.short not in ("clone", "contiguous")]

@@ -182,10 +182,14 @@ def test_the_graph_that_is_left() -> None:
 
 
 def test_dropout_is_the_ops_own() -> None:
-    """It draws from the stream of the node that it was, and as many numbers here."""
+    """It draws from the stream of the node that it was, and as many numbers here: of the weights of
+    a query without keys, too."""
 
     def dropped(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.dropout((q @ k.mT * SCALE).softmax(-1), 0.25) @ v
+        hidden = m.later.clone()
+        hidden[1] = True
+        scores = (q @ k.mT * SCALE).masked_fill(hidden, -1e9)
+        return F.dropout(scores.softmax(-1), 0.25) @ v
 
     model, trace = traced(dropped)
     made = replace(trace, graph=fused(trace.graph))
@@ -223,6 +227,12 @@ def test_groups_of_heads_read_their_keys_unrepeated_in_16_bits() -> None:
         )
         return plain(m, q, k, v)
 
+    def without_gradient(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (heads(part) for part in m.few(m.x).split(WIDTH // 2, -1))
+        with torch.no_grad():
+            k = k.repeat_interleave(2, dim=1)
+        return plain(m, q, k, v.repeat_interleave(2, dim=1))
+
     def turned_later(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A part of each repeated key is changed in place, as partial rotary embeddings do."""
         k, v = (heads(part) for part in m.few(m.x).split(WIDTH // 2, -1))
@@ -234,6 +244,7 @@ def test_groups_of_heads_read_their_keys_unrepeated_in_16_bits() -> None:
     assert groups(masked, torch.bfloat16) == [False]
     assert groups(in_turn, torch.bfloat16) == [False]
     assert groups(turned_later, torch.bfloat16) == [False]
+    assert groups(without_gradient, torch.bfloat16) == [False]
     if LONG:
         assert groups(by_the_op, torch.bfloat16) == [True]
         assert groups(grouped, torch.float32) == [False]
@@ -304,8 +315,38 @@ def routed(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (v @ m.slopes.view(1, 1, 1, HEADS).expand(-1, -1, SIZE, -1)).softmax(-1) @ v[..., :4, :]
 
 
+def keys_without_gradient(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        turned = k.mT
+    return (q @ turned * SCALE).softmax(-1) @ v
+
+
+def dropped_twice(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.dropout(F.dropout((q @ k.mT * SCALE).softmax(-1), 0.5), 0.5) @ v
+
+
+def whole_scores(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).int().float().softmax(-1) @ v
+
+
+def whole_weights(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1).int().float() @ v
+
+
+def unlike_keys(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The smallest product weighs most."""
+    return (q @ k.mT * -SCALE).softmax(-1) @ v
+
+
+def of_a_number(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A softmax of no dims, which is 1."""
+    return m.slopes.sum().softmax(0) * v
+
+
 STAYS = [read_twice, learnt_bias, not_so_low, two_masks, scaled_after, in_steps, over_queries]
 STAYS += [capped, keys_as_they_are, values_first, routed, lowest_added, alibi]
+STAYS += [keys_without_gradient, dropped_twice, whole_scores, whole_weights, unlike_keys]
+STAYS += [of_a_number]
 
 
 @pytest.mark.sweep(of=5)
