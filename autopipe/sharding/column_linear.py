@@ -153,6 +153,7 @@ def fuse(graph: Graph, blocks: Mapping[str, Block]) -> Graph:
     """Fuse all column-parallel layers that share a conversion from I to R into one node.
 
     Only layers whose weights are states are fused: a weight that a node makes may not exist yet.
+    Those of a vector, or with a bias of each row, stay unchanged: they have no columns.
     Layers under an autocast of the model stay unchanged. So do layers of several blocks, which cuts
     divide: each block of a decoder reads the encoder's output, by weights of its own stage.
 
@@ -204,7 +205,12 @@ def _is_column(graph: Graph, conversion: Node, layer: Node) -> bool:
     return (
         layer.op == "aten.linear.default"
         and layer.args[0] == Ref(conversion.name)
-        and all(isinstance(arg, State) and graph.states[arg.name].trainable for arg in own)
+        and all(
+            isinstance(arg, State)
+            and graph.states[arg.name].trainable
+            and len(graph.spec(arg).shape) == rank
+            for arg, rank in zip(own, (2, 1), strict=False)
+        )
         and layer.grad
         and layer.autocast is None
     )

@@ -12,7 +12,7 @@ from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Graph
 from autopipe.ir.partition import partition
-from autopipe.planfile.placements import S
+from autopipe.planfile.placements import R, S, Sharding
 from autopipe.sharding import collectives
 from autopipe.sharding.collectives import Planned
 from autopipe.sharding.column_linear import (
@@ -244,3 +244,24 @@ def test_layers_of_several_blocks_stay_apart() -> None:
         assert {f"blocks.{n}.keys.weight" for n in own} <= {*stage.states}
         assert not {f"blocks.{n}.keys.weight" for n in others} & {*stage.states}
     assert len(second.receives) == 2  # x, and what the encoder has made
+
+
+class Weighs(nn.Module):
+    """A number of each row: a product with a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.by = nn.LayerNorm(8), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.norm(x), self.by).square().mean()
+
+
+def test_a_vector_has_no_columns() -> None:
+    """Bug: such a layer, which may lie so beside others that share its input, broke their node."""
+    graph = trace_model(Weighs(), lambda rows: (noise(rows, 6, 8),)).graph
+    lies = Sharding(2, {"by": R}, {"linear/0": ((R, R), R)})
+    local = shard_graph(analyse(graph), lies, 0)
+    assert [node.op for node in local.nodes if node.short in ("linear", "columns")] == [
+        "aten.linear.default"
+    ]
