@@ -29,7 +29,7 @@ def along(op: Op) -> Iterator[Strategy]:
 def reduce(op: Op) -> Iterator[Strategy]:
     """Each rank sums its shard, which gives a partial sum; dims that remain keep their shards."""
     x = op.inputs[0]
-    rank = len(op.shape(x))
+    rank = max(len(op.shape(x)), 1)  # a scalar has a dim 0 here, as for torch
     dims = {dim % rank for dim in op.arguments.get("dim") or range(rank)}
     for placement in op.shards(x):
         if placement.dim not in dims:

@@ -41,7 +41,7 @@ def permutation(op: Op) -> list[int]:
     if op.name == "permute":
         return [dim % rank for dim in op["dims"]]
     order = list(range(rank))
-    if op.name == "transpose":
+    if op.name == "transpose" and order:  # torch takes a scalar, too
         a, b = op.dim("dim0"), op.dim("dim1")
         order[a], order[b] = order[b], order[a]
         return order
