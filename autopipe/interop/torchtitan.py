@@ -62,8 +62,10 @@ def configs(plan: Plan) -> Exported:
             use.append(f"Its schedule: autopipe export PLAN --to pipelining -o {CSV}")
     if recomputes_all(plan, layers):
         use.append("All layers run again in backward: activation_checkpoint=FullAC.Config().")
+    # A pipeline cuts its local batch itself; without one, gradients of several are accumulated.
+    local = batch.rows // mesh.dp if mesh.pp > 1 else batch.microbatch_rows(mesh.dp)
     training: dict[str, Any] = {
-        "local_batch_size": batch.rows // mesh.dp,
+        "local_batch_size": local,
         "global_batch_size": batch.rows,
         "mixed_precision_param": _NAMES.get(nearest(plan.precision, words.precisions), "float32"),
     }

@@ -246,6 +246,9 @@ def test_torchtitan(plan: Plan) -> None:
         parts = parallelism["module_fqns_per_model_part"]
         assert len(parts) == len(plan.stages)
         assert [name for part in parts for name in part] == ["wte", *LAYERS, "head"]
+    training = calls["TrainingConfig"]  # a pipeline alone cuts a local batch into micro-batches
+    local = parallelism.get("pipeline_parallel_microbatch_size", training["local_batch_size"])
+    assert local * mesh.dp * plan.batch.micro_batches == training["global_batch_size"]
     try:
         from torchtitan.config import (  # type: ignore[import-not-found]
             ParallelismConfig,
