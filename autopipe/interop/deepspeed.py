@@ -28,13 +28,18 @@ WORDS = Vocabulary(
     own_model=True,
 )
 
+BESIDE_TENSORS = frozenset({0, 1, 2})
+"""The ZeRO stages that it trains with where it divides tensors too (config-json.md, AutoTP)."""
+
 AUTOCAST = {"bf16-autocast": "bfloat16", "fp16-autocast": "float16"}
 
 
 def config(plan: Plan) -> Exported:
     """The configuration; stages of a pipeline are code with DeepSpeed (PipelineModule)."""
     mesh, batch, layers = plan.mesh, plan.batch, layers_of(plan)
-    missing = [*unsupported(plan, replace(WORDS, gradients=_gradients(plan)), layers)]
+    zero = WORDS.zero if mesh.tp == 1 else BESIDE_TENSORS
+    words = replace(WORDS, zero=zero, gradients=_gradients(plan))
+    missing = [*unsupported(plan, words, layers)]
     again = sorted({block for stage in plan.stages for block in stage.blocks_again})
     if again:
         missing.append(
@@ -45,7 +50,7 @@ def config(plan: Plan) -> Exported:
         "train_batch_size": batch.rows,
         "train_micro_batch_size_per_gpu": batch.microbatch_rows(mesh.dp),
         "gradient_accumulation_steps": batch.micro_batches,
-        "zero_optimization": {"stage": plan.zero_at_work},
+        "zero_optimization": {"stage": min(plan.zero_at_work, max(zero))},
     }
     data.update(_precision(plan))
     if mesh.tp > 1:
