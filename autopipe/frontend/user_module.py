@@ -267,7 +267,8 @@ def _by_path(path: Path) -> ModuleType:
     assert spec is not None, "it has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
-    sys.path.insert(0, str(path.parent.resolve()))  # as `python model.py` does
+    # As `python model.py` does, of a symbolic link too: its neighbours are those of the file.
+    sys.path.insert(0, str(path.resolve().parent))
     user_lines.run_module(lambda: loader.exec_module(module), str(path))
     return module
 

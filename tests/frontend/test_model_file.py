@@ -199,12 +199,14 @@ def test_a_model_is_made_on_the_cpu_and_its_optimizer_where_its_rank_is() -> Non
         file.optimizer([nn.Parameter(torch.zeros(1))])
 
 
-def test_its_neighbours_can_be_imported(folder: Path) -> None:
-    """As `python net.py` lets it."""
+@pytest.mark.parametrize("path", ["sub/net.py", "link.py"])
+def test_its_neighbours_can_be_imported(folder: Path, path: str) -> None:
+    """As `python net.py` lets it, which follows a symbolic link."""
     (folder / "sub").mkdir()
     (folder / "sub" / "widths.py").write_text("WIDTH = 3\n")
     (folder / "sub" / "net.py").write_text("from widths import WIDTH\n" + SMALLEST)
-    assert model_file.load("sub/net.py").inputs(1)["input"].shape == (1, 3)
+    (folder / "link.py").symlink_to("sub/net.py")
+    assert model_file.load(path).inputs(1)["input"].shape == (1, 3)
 
 
 def test_an_edit_in_the_same_second_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
