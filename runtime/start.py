@@ -177,8 +177,9 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
     except ModelError as error:
         if inputs is None and has_own(plan.inputs):
             error.hint = (
-                "batches have containers of your own classes, in whose place a plan has plain "
-                "ones: parallelize(model, plan, inputs=batch) is given one to trace with"
+                "batches have containers of your own classes, or with keys that are no texts, and "
+                "a plan has plain ones in their place: parallelize(model, plan, inputs=batch) is "
+                "given one to trace with"
             )
             raise
         planned = f"is it {plan.source or 'the model of the plan'}, as it was planned?"

@@ -25,25 +25,29 @@ from autopipe.util import dims
 
 Leaf = Tensor | bool | int | float | str | None
 
+_VALUES = bool, int, float, str
 _PLAIN = dict, OrderedDict, defaultdict
 _OWN = {"named", "fields", "mapping"}
-"""Kinds of containers that only a user's code can make."""
+"""Kinds of containers that only a user's code can make, or whose keys no path tells."""
 
 
 def flatten(batch: object) -> dict[str, Leaf]:
-    """The leaves of a batch by path, in the batch's own order.
+    """The leaves of a batch by path, in the batch's own order; numpy's numbers as Python's.
 
     Raises:
         ModelError: a leaf is neither a tensor nor a Python number, text or None; two leaves have
             one path; or a container's key has a dot.
     """
     leaves: dict[str, Leaf] = {}
-    for path, leaf, _ in walk(batch):
-        if not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str)):
+    for path, found, _ in walk(batch):
+        leaf = found.item() if isinstance(found, np.generic) else found
+        if not (leaf is None or isinstance(leaf, Tensor) or type(leaf) in _VALUES):
             name = type(leaf).__name__
             instead = f"let inputs() give its tensors, and forward make a {name} of them"
             if isinstance(leaf, np.ndarray):
                 instead = "torch.from_numpy(array) makes a tensor of it"
+            elif isinstance(leaf, _VALUES):  # of an Enum
+                instead = f"give its plain value, and let forward make a {name} of it"
             raise ModelError(
                 f"{f'batch[{path!r}]' if path else 'the batch'} is a {name}; a batch holds "
                 "tensors, numbers, text and None in dicts, tuples, lists and dataclasses",
@@ -84,14 +88,13 @@ def walk(
 def _opened(tree: object) -> tuple[str, Mapping[Any, Any]] | None:
     """A container's kind, as `InputSpec.within` has it, and what it holds by key; None: a leaf.
 
-    list, tuple, dict; numbered: a dict by numbers; and of a user's classes: mapping, a named tuple
-    `named x y`, a dataclass `fields x y`.
+    list, tuple, dict; numbered: a dict by numbers; and of a user's classes, or by other keys than
+    texts: mapping, a named tuple `named x y`, a dataclass `fields x y`.
     """
     if isinstance(tree, Mapping):
-        if tree and all(isinstance(key, int) for key in tree):
-            return "numbered", tree
-        return "dict" if type(tree) in _PLAIN else "mapping", tree
-    if isinstance(tree, Sequence) and not isinstance(tree, str):
+        keys = {type(key) for key in tree} if type(tree) in _PLAIN else {object}
+        return {(int,): "numbered", (str,): "dict", (): "dict"}.get((*keys,), "mapping"), tree
+    if isinstance(tree, Sequence) and not isinstance(tree, str | bytes | bytearray):
         kind = "tuple" if isinstance(tree, tuple) else "list"
         names = getattr(tree, "_fields", None)
         return kind if names is None else " ".join(("named", *names)), dict(enumerate(tree))
@@ -99,6 +102,14 @@ def _opened(tree: object) -> tuple[str, Mapping[Any, Any]] | None:
         names = [field.name for field in fields(tree)]
         return " ".join(("fields", *names)), {name: getattr(tree, name) for name in names}
     return None
+
+
+def empty_in(tree: object, path: str = "") -> tuple[str, object] | None:
+    """The first empty container in a batch, with its path; None: there is none."""
+    if (container := _opened(tree)) is None:
+        return None
+    found = (empty_in(item, f"{path}.{key}".lstrip(".")) for key, item in container[1].items())
+    return next(filter(None, found), None) if container[1] else (path, tree)
 
 
 def rebuild(batch: object, leaves: Mapping[str, Any]) -> Any:
@@ -138,8 +149,8 @@ def _refilled(container: Any, items: dict[Any, Any]) -> Any:
 
 
 def has_own(specs: Sequence[InputSpec]) -> bool:
-    """Whether a batch of this description has containers of a user's classes, which `from_specs`
-    replaces by plain ones."""
+    """Whether a batch of this description has containers of a user's classes, or with keys other
+    than texts, which `from_specs` replaces by plain ones."""
     return any(kind.split()[0] in _OWN for spec in specs for kind in spec.within)
 
 

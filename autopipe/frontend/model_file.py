@@ -83,8 +83,8 @@ class ModelFile:
         return self.model, self.weights
 
     def example_for(self, plan: Plan) -> Callable[[int], Any] | None:
-        """`inputs` if only it makes the batches that the model was planned with, whose containers
-        are of a user's classes; None: the plan's description is enough."""
+        """`inputs` if only it makes the batches that the model was planned with (`tree.has_own`);
+        None: the plan's description is enough."""
         return self.inputs if has_own(plan.inputs) else None
 
     @property

@@ -2,6 +2,7 @@
 
 from collections import Counter, UserDict
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -135,6 +136,43 @@ def test_an_array_is_not_taken_for_a_tensor():
     with pytest.raises(ModelError, match="batch\\['x'\\] is a ndarray") as refused:
         flatten({"x": np.zeros(2)})
     assert "torch.from_numpy" in str(refused.value.hint)
+
+
+class Mode(IntEnum):
+    FAST = 1
+
+
+@pytest.mark.parametrize(("leaf", "hint"), [(b"ab", "make a bytes"), (Mode.FAST, "plain value")])
+def test_what_is_nearly_a_number_or_a_text_is_refused(leaf, hint):
+    """Bug: bytes were taken for a list of numbers, which a model that asks `isinstance` was given;
+    of an Enum the plan was refused once it was made."""
+    with pytest.raises(ModelError, match=rf"batch\['x'\] is a {type(leaf).__name__}") as refused:
+        flatten({"x": leaf})
+    assert hint in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("number", [np.float64(0.5), np.int32(3), np.bool_(True)])
+def test_numbers_of_numpy_are_numbers(number):
+    """Bug: `expected true or false or an integer or a finite number ..., found 0.5`."""
+    (leaf,) = flatten({"x": number}).values()
+    assert leaf == number and type(leaf) in (bool, int, float)
+
+
+@pytest.mark.parametrize("inner", [{True: 1, False: 2}, {0: 1, "a": 2}, {(0, 1): 3}])
+def test_keys_that_no_path_tells_need_a_batch_to_trace_with(inner):
+    """Bug: ranks had texts in the place of such keys, or ended in int("True")."""
+    batch = {"x": torch.zeros(2, 3), "by": inner}
+    specs = describe(batch, None, 2, 3)
+    assert has_own(specs) and from_specs(specs, 2)["by"]
+    assert rebuild(batch, flatten(batch))["by"] == inner
+
+
+@pytest.mark.parametrize("inner", [[], {}, ()])
+def test_an_empty_container_is_refused(inner):
+    """Bug: it was planned, and ranks had none: `missing a required argument: 'past'`."""
+    said = rf"inputs\(2\)\['past.0'\] is an empty {type(inner).__name__}, and a plan has tensors"
+    with pytest.raises(ModelError, match=said):
+        describe({"x": torch.zeros(2, 3), "past": [inner]}, None, 2, 3)
 
 
 def test_what_is_no_batch_is_refused():
