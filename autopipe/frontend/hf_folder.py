@@ -79,8 +79,9 @@ def as_module(source: str) -> SimpleNamespace:
     folder, length = _parsed(source)
     transformers, config = _configuration(folder)
     name = next(iter(getattr(config, "architectures", None) or ()), None)
-    model_class = getattr(transformers, str(name), None)
-    if name is None or model_class is None:
+    model_class: Any = getattr(transformers, str(name), None)
+    known = isinstance(model_class, type) and issubclass(model_class, nn.Module)
+    if not known:
         raise ModelError(
             f"{folder / 'config.json'}: architectures is {name!r}, expected a class of "
             f"transformers {transformers.__version__}",
@@ -191,7 +192,7 @@ def _parsed(source: str) -> tuple[Path, int | None]:
     path, _, query = source.removeprefix(SCHEME).partition("?")
     options = parse_qs(query, keep_blank_values=True)
     length = options.pop("length", [""])[-1]
-    if options or (query and not (length.isdigit() and int(length) > 1)):
+    if options or (query and not (length.isdecimal() and int(length) > 1)):
         raise ModelError(
             f"{source}: {query!r} says nothing about a row", hint=f"{SCHEME}{path}?length=2048"
         )

@@ -152,9 +152,10 @@ def test_a_plan_finds_its_folder_from_anywhere(tmp_path: Path) -> None:
     [
         ({}, "hf:nowhere", "there is no nowhere/config.json", "hf download NAME"),
         ({}, "hf:llama?size=3", "'size=3' says nothing about a row", "length=2048"),
-        ({}, "hf:llama?length=none", "'length=none' says nothing about a row", "length=2048"),
+        ({}, "hf:llama?length=²", "'length=²' says nothing about a row", "length=2048"),
         ({"architectures": []}, "hf:llama", "architectures is None", "model()"),
         ({"architectures": ["Nobody"]}, "hf:llama", "architectures is 'Nobody'", "model()"),
+        ({"architectures": ["logging"]}, "hf:llama", "architectures is 'logging'", "model()"),
         ({"architectures": ["LlamaModel"]}, "hf:llama", "what a LlamaModel takes", "inputs("),
         ({"model_type": "nobody"}, "hf:llama", "cannot read it", "code of its own"),
     ],
