@@ -174,10 +174,16 @@ def of_constructor(func: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
     self.mask = self.weight.new_ones(8)      has values: only the parameter's dtype matters
     self.weight.data = torch.from_numpy(w)   the data become fake: a fake tensor with real memory
                                              is an argument that no op takes
+    a.data_ptr() == b.data_ptr()             raises: the answer would be that of two tied ones
+
+    Raises:
+        ValueError: the call asks where in memory the parameter is.
     """
     fake: Any = args[0] if args else None
     if not isinstance(fake, Tensor) or not is_fake(fake):
         return args
+    if func is Tensor.data_ptr:  # torch says 0 of all that have no memory
+        raise ValueError("it reads where in memory a parameter is")
     with no_function_modes():
         like = torch.empty(1, dtype=fake.dtype)
         if func in _NEW:

@@ -237,6 +237,17 @@ def test_where_a_part_reads_its_weights_one_part_is_real_at_a_time() -> None:
     assert "test_construct.py" in line and "`assert torch.isfinite(self.weight).all()`" in line
 
 
+def test_where_a_weight_is_in_memory_needs_real_weights() -> None:
+    """Bug: fake ones are at 0, all of them, and a model took its matrices for tied."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model.tied = model[0].weight.data_ptr() == model[1].weight.data_ptr()  # type: ignore[assignment]
+        return model
+
+    assert build_fake(build).tied is False
+
+
 def test_where_they_are_read_at_the_end_the_whole_model_is_real() -> None:
     real: list[float] = []
 
