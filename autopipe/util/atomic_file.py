@@ -1,4 +1,8 @@
-"""Write a file or a folder under a temporary name and rename it, so that it is whole or absent."""
+"""Write a file or a folder under a temporary name and rename it, so that it is whole or absent.
+
+A link stays: the file that it names is written. What is no file (`/dev/null`, a pipe) stays too,
+and gets the bytes as they come.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +39,18 @@ def writing(path: Path) -> Iterator[BinaryIO]:
         AutopipeError: the file cannot be written; no temporary file is left, and an earlier
             file at `path` is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    target = path.resolve()
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
+        if _is_no_file(path):
+            with open(path, "wb") as file:
+                yield file
+            return
         with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
         raise AutopipeError(
             f"{path} cannot be written: {error.strerror}",
@@ -85,6 +94,11 @@ def folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _is_no_file(path: Path) -> bool:
+    """Whether a path is that of a device, a pipe or a socket."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def _hint(error: OSError, otherwise: str) -> str:
     """The next thing to try after an error of the operating system."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -118,6 +132,8 @@ def check_folder(path: Path) -> None:
     Raises:
         AutopipeError: names the folder.
     """
+    if _is_no_file(path):
+        return
     folder = path.resolve().parent
     _check_no_file(folder, path)
     if not folder.is_dir():

@@ -16,6 +16,27 @@ def test_text_and_bytes(tmp_path: Path) -> None:
         assert (tmp_path / "file").read_bytes() == "süß\n".encode()
 
 
+def test_a_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
+    """Bug: the link was replaced, by a plan whose path to its model began at the link's target."""
+    (tmp_path / "runs").mkdir()
+    link, file = tmp_path / "link", tmp_path / "runs" / "file"
+    link.symlink_to(file)
+    for data in ("new", "newer"):
+        atomic_file.write(data, link)
+        assert link.is_symlink() and file.read_text() == data
+
+
+def test_what_is_no_file_stays(tmp_path: Path) -> None:
+    """Bug: of root, `-o /dev/null` made a file in the place of the device."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    atomic_file.check_folder(pipe)
+    atomic_file.write("text", pipe)
+    assert os.read(reading, 9) == b"text" and pipe.is_fifo()
+    os.close(reading)
+
+
 def test_a_disk_that_is_full_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
