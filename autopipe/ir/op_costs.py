@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import sympy
@@ -88,28 +89,15 @@ def _elements(spec: TensorSpec) -> sympy.Expr:
     return sympy.sympify(sympy.prod(spec.shape))
 
 
-@rule("linear")
-def _linear(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """[..., k] x [n, k] -> [..., n]: a multiplication and an addition per k and result.
+@rule("linear", "columns", "inner", "mm", "bmm", "matmul", "linalg_matmul", "mv", "dot", *GROUPED)
+def _matmul(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """[..., m, k] x [..., k, n] -> [..., m, n]: a multiplication and an addition per k and result.
 
-    A weight may be a vector: [..., k] x [k] -> [...].
+    Of a linear layer the second operand is [n, k] or [k]; several layers of one input (columns)
+    have a result each. Of experts, [t, k] x [experts, k, n], each token is multiplied by one.
     """
-    return 2 * _elements(made) * operands[1].shape[-1]
-
-
-@rule("columns")
-def _columns(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """Several linear layers of one input, in one product: [..., k] x [n, k] for each result."""
     results = sum((_elements(spec) for spec in node.outputs if spec), sympy.Integer(0))
     return 2 * results * operands[0].shape[-1]
-
-
-@rule("mm", "bmm", "matmul", "linalg_matmul", "mv", "dot", "inner", "tensordot", *GROUPED)
-def _matmul(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """[..., m, k] x [..., k, n] -> [..., m, n]; [t, k] x [experts, k, n] -> [t, n], where each
-    token is multiplied by one expert's matrix. A tensordot says which dims k is."""
-    inner = [operands[0].shape[dim] for dim in arguments(node).get("dims_self", [-1])]
-    return 2 * _elements(made) * sympy.prod(inner)
 
 
 @rule("addmm", "baddbmm", "addbmm", "addmv")
@@ -119,18 +107,27 @@ def _addmm(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     return 2 * _elements(made) * operands[1].shape[-1] * batch
 
 
-@rule("conv1d", "conv2d", "conv3d", "convolution")
+@rule("tensordot")
+def _tensordot(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """[..., k, l] x [k, l, ...]: a multiplication and an addition per k, l and result."""
+    summed = (operands[0].shape[dim] for dim in arguments(node)["dims_self"])
+    return 2 * _elements(made) * sympy.prod(summed)
+
+
+@rule("bilinear")
+def _bilinear(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """x [..., i], y [..., j], weight [n, i, j] -> [..., n]."""
+    return 2 * sympy.prod(operands[0].shape[:-1]) * _elements(operands[2])
+
+
+@rule("conv1d", "conv2d", "conv3d", "convolution", *(f"conv_transpose{n}d" for n in (1, 2, 3)))
 def _convolution(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """Weight [out, in / groups, *kernel]: each result element needs a whole filter."""
-    weight = operands[1]
-    return 2 * _elements(made) * (_elements(weight) // weight.shape[0])
+    """Weight [out, in / groups, *kernel]: each result element needs a whole filter.
 
-
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def _transposed(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """Weight [in, out / groups, *kernel]: each input element spreads over a whole filter."""
-    weight = operands[1]
-    return 2 * _elements(operands[0]) * (_elements(weight) // weight.shape[0])
+    Transposed, each input element spreads over a whole filter: weight [in, out / groups, *kernel].
+    """
+    each, weight = operands[0] if "transpose" in node.short else made, operands[1]
+    return 2 * _elements(each) * (_elements(weight) // weight.shape[0])
 
 
 @rule("scaled_dot_product_attention")
@@ -146,40 +143,41 @@ def _attention(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     return flops / 2 if arguments(node)["is_causal"] else flops
 
 
-CELLS = {"lstm_cell": 2, "gru_cell": 1, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
-"""Recurrent ops of a single step, and how many states [b, h] stand before their weights."""
+_CELLS = {"lstm_cell": 2, "gru_cell": 1, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
+"""The states of a recurrent cell, [b, h] each, which stand before its weights."""
 
 
-@rule("lstm", "gru", "rnn_tanh", "rnn_relu", "packed_rnn", *CELLS)
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu", "packed_rnn", *_CELLS)
 def _recurrent(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     """Every weight matrix once per time step and row: x [b, t, ...] gives b * t of them."""
     steps = sympy.prod(operands[0].shape[:-1])
-    matrices = _matrices(node.short, [spec.shape for spec in operands])
-    return sum((2 * steps * sympy.prod(matrix) for matrix in matrices), sympy.Integer(0))
-
-
-def _matrices(op: str, shapes: Sequence[Sequence[Dim]]) -> list[Sequence[Dim]]:
-    """The shapes of a recurrent op's weights."""
-    return [shape for shape in shapes[1 + CELLS.get(op, 0) :] if len(shape) == 2]
+    matrices = [s for s in operands[1 + _CELLS.get(node.short, 0) :] if len(s.shape) == 2]
+    return sum((2 * steps * _elements(matrix) for matrix in matrices), sympy.Integer(0))
 
 
 @rule("einsum")
 def _einsum(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """A multiplication and an addition per combination of the letters of two operands. What they
-    make keeps those letters that the result has or a later operand."""
-    rest = "9876543210"  # letters of the dims that `...` stands for, the last dim last
-    terms, arrow, result = str(node.args[0]).replace(" ", "").partition("->")
-    names, sizes = list[str](), dict[str, Dim]()
-    for term, spec in zip(terms.split(","), operands, strict=True):
-        names.append(term.replace("...", rest[7 + len(term) - len(spec.shape) :]))
-        for letter, size in zip(names[-1], spec.shape, strict=True):
-            sizes[letter] = sizes.get(letter, 1) if size == 1 else size
-    kept = {*result.replace("...", rest)} if arrow else {*sizes}
-    flops, left = sympy.Integer(0), {*names[0]}
-    for number, name in enumerate(names[1:], 2):
-        left |= {*name}
-        flops += 2 * sympy.prod(sizes[letter] for letter in left)
-        left &= kept.union(*names[number:])
+    """A multiplication and an addition per combination of the letters of two operands, which are
+    multiplied in their order or that of `path`; a single operand is not multiplied."""
+    given, arrow, result = str(node.args[0]).replace(" ", "").replace("...", ".").partition("->")
+    sizes: dict[str, Dim] = {}
+    terms: list[set[str]] = []
+    for letters, spec in zip(given.split(","), operands, strict=True):
+        before, _, after = letters.partition(".")
+        dots = range(len(spec.shape) - len(before) - len(after), 0, -1)
+        terms.append(set(names := [*before, *(f".{n}" for n in dots), *after]))
+        for name, size in zip(names, spec.shape, strict=True):
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+    if not arrow:
+        result = "." + "".join(letter for letter in given if given.count(letter) == 1)
+    kept = {name for name in sizes if name[0] in result}
+    path, flops = arguments(node)["path"], sympy.Integer(0)
+    pairs = zip(path[::2], path[1::2], strict=True) if path else repeat((0, 1))
+    while len(terms) > 1:
+        first, second = sorted(next(pairs))
+        both = terms.pop(second) | terms.pop(first)
+        flops += 2 * sympy.prod(sizes[name] for name in both)
+        terms.insert(len(terms) if path else 0, both & kept.union(*terms))
     return flops
 
 
@@ -205,13 +203,13 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
     """(m, k, n) of the matmul that an op is; batches of them aside."""
     shapes = [spec.shape for spec in operands]
     match op:
-        case "linear" | "columns" if len(shapes[1]) > 1:
+        case "linear" | "columns" | "inner" if len(shapes[1]) > 1:
             *rows, k = shapes[0]
             return sympy.sympify(sympy.prod(rows)), k, made.shape[-1]
         case "vocabulary_loss":
             *rows, k = shapes[0]
             return sympy.sympify(sympy.prod(rows)), k, shapes[1][0]
-        case "mm" | "bmm" | "matmul" | "linalg_matmul" if len(shapes[0]) > 1 and len(shapes[1]) > 1:
+        case "mm" | "bmm" | "matmul" | "linalg_matmul" if min(map(len, shapes)) > 1:
             return shapes[0][-2], shapes[0][-1], shapes[1][-1]
         case _ if op in GROUPED and len(shapes[1]) == 3:
             return sympy.sympify(shapes[0][-2]) / shapes[1][0], shapes[0][-1], shapes[1][-1]
@@ -222,16 +220,17 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
             return _elements(made) / out, _elements(operands[1]) / out, out
         case "scaled_dot_product_attention":
             return shapes[0][-2], shapes[0][-1], shapes[1][-2]
-        case _ if op in CELLS or op in ("lstm", "gru", "rnn_tanh", "rnn_relu", "packed_rnn"):
-            matrix = _matrices(op, shapes)[0]
+        case _ if RULES.get(op) is _recurrent:
+            matrix = next(s for s in shapes[1 + _CELLS.get(op, 0) :] if len(s) == 2)
             return shapes[0][0], matrix[1], matrix[0]
     return ()
 
 
 def _kernel(node: Node) -> str:
     """The key of a node's measured rate; attention has three, by how it can be fused."""
-    if node.short != "scaled_dot_product_attention":
-        return LIKE.get(node.short, node.short)
+    op = node.short
+    if op != "scaled_dot_product_attention":
+        return LIKE.get(op, op)
     given = arguments(node)
     if given["dropout_p"]:
         return DROPOUT_ATTENTION
