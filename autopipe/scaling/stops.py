@@ -14,7 +14,7 @@ SHARES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 """Of the plan's rows, and of the batch, what is less or more of them."""
 
 LENGTHS = 8
-"""Parts of a row of tokens, of which each number is a stop."""
+"""Parts of a row of tokens, of which each number is a stop if it is a token or more."""
 
 BANDWIDTHS = tuple(2.0 ** (half / 2) for half in range(-8, 7))
 """Times the link's bandwidth."""
@@ -77,12 +77,16 @@ def stops_of(plan: Plan, tokens: int, *, symbolic: bool) -> Stops:
     moves = len(plan.mesh.places) > 1
     return Stops(
         _whole(rows),
-        tuple(tokens * part // LENGTHS for part in range(1, LENGTHS + 1))
-        if symbolic
-        else (tokens,),
+        _lengths(tokens) if symbolic else (tokens,),
         tuple(times * bandwidth for times in BANDWIDTHS) if moves else (bandwidth,),
         _whole(batch),
     )
+
+
+def _lengths(tokens: int) -> tuple[int, ...]:
+    """The parts of a row of tokens; each length once, where rows have few of them."""
+    lengths = (tokens * part // LENGTHS for part in range(1, LENGTHS + 1))
+    return tuple(dict.fromkeys(length for length in lengths if length))
 
 
 def _whole(size: int) -> tuple[int, ...]:
