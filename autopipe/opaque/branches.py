@@ -1,7 +1,7 @@
 """Make `torch.cond` one op of the graph, which runs the side that its predicate chooses.
 
     torch.cond(p, lambda h: self.a(h), lambda h: h * k, (h,))
-                traced as   autopipe::cond(p, [h, a.weight, a.bias, k], "cond 0 (5f0c...)")
+                traced as   autopipe::cond(p, [h, a.weight, a.bias, k], "5f0c...")
 
 A side is one of the two functions. Tensors that they read besides their operands (parameters,
 tensors of the code around them) are inputs of the op too. Like torch's own cond, the op saves only
@@ -143,7 +143,7 @@ def _op(
         return plain(pred, true_fn, false_fn, operands)
     tensors = distinct_tensors(operands)
     read: dict[int, Tensor] = {id(tensor): tensor for tensor in tensors}
-    texts, gives = [], []
+    texts, gives, looks = [], [], []
     for side in (true_fn, false_fn):
         with no_modes(), torch.no_grad(), _Drawing(), _Reading(read) as reading:
             with replacing(torch.cond, _nested):
@@ -153,13 +153,14 @@ def _op(
             gives.append(parts_of(result, found))
         except NotPlain as error:
             raise _refusal(str(error)) from error
-        texts.append((reading.lines, [(tuple(t.shape), t.dtype) for t in found]))
-    if gives[0] != gives[1] or texts[0][1] != texts[1][1]:
+        texts.append((reading.lines, [*map(reading.described, found)]))
+        looks.append([(tuple(t.shape), t.dtype) for t in found])
+    if gives[0] != gives[1] or looks[0] != looks[1]:
         raise _refusal("its two functions give tensors of other shapes or dtypes")
     names = first_names(model)  # of the trace's own tensors, which the model has for a while
     inputs = tuple(names.get(key, tensor) for key, tensor in read.items())
     called = parts_of(tuple(operands), tensors)
-    digest = hashlib.sha256(repr([lines for lines, _ in texts]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(repr((called, texts, gives[0])).encode()).hexdigest()[:12]
     _known[digest] = _Sides((true_fn, false_fn), model, called, inputs, gives[0])
     result = torch.ops.autopipe.cond.default(pred, [*read.values()], digest)
     return whole_of(gives[0], result)
@@ -195,13 +196,14 @@ class _Reading(TorchFunctionMode):
         self._made: dict[int, Tensor] = {}
         self.lines: list[str] = []
 
-    def _described(self, arg: Any) -> Any:
+    def described(self, arg: Any) -> Any:
+        """An argument or a result as text: a tensor by its number, a size by its formula."""
         if isinstance(arg, Tensor):
             if id(arg) in self._made:
                 return f"made {[*self._made].index(id(arg))}"
             self._read.setdefault(id(arg), arg)
             return f"read {[*self._read].index(id(arg))}"
-        return "size" if isinstance(arg, torch.SymInt) else repr(arg)
+        return repr(arg)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -209,7 +211,7 @@ class _Reading(TorchFunctionMode):
         if name in _VALUES:
             raise _refusal(f"one of its functions calls {name}")
         whose = getattr(getattr(func, "__self__", None), "__name__", "")
-        self.lines.append(f"{whose}.{name} {tree_map(self._described, (args, kwargs))}")
+        self.lines.append(f"{whose}.{name} {tree_map(self.described, (args, kwargs))}")
         before = [(tensor, version(tensor)) for tensor in tensors_in((args, kwargs))]
         result = func(*args, **kwargs)
         if any(id(t) in self._read and version(t) != count for t, count in before):

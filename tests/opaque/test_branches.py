@@ -113,7 +113,26 @@ class WithoutOperands(Net):
         return torch.cond(apart(hidden), lambda: self.middle(hidden), lambda: hidden.sin())
 
 
+class InPairs(Net):
+    """Two calls that differ in a size alone, and two in the order of what they give."""
+
+    def inside(self, hidden):
+        either = apart(hidden)
+        hidden = torch.cond(either, torch.sin, lambda h: h / h.shape[0], (hidden,))
+        hidden = torch.cond(either, torch.sin, lambda h: h / (3 * h.shape[0]), (hidden,))
+        first, second = torch.cond(either, self.both, self.both, (hidden,))
+        third, fourth = torch.cond(either, self.swapped, self.swapped, (hidden,))
+        return first + 2 * second + 3 * third + 4 * fourth
+
+    def both(self, hidden):
+        return hidden.sin(), hidden.cos()
+
+    def swapped(self, hidden):
+        return self.both(hidden)[::-1]
+
+
 WORK = [OfTheModel, InEachBlock, Trees, OnASize, InAPartThatRunsAsItIs, ByNames, WithoutOperands]
+WORK += [InPairs]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +169,13 @@ def test_it_reads_what_either_side_reads_and_no_more():
     assert " ".join(map(str, node.values())) == (
         "gt/0 relu/0 [middle.weight] [middle.bias] mul/0 [other.weight] [other.bias]"
     )
+
+
+def test_each_call_has_a_text_of_its_own():
+    """Bug: of two that called the same in torch, the second ran in the place of the first."""
+    graph = trace_model(built(InPairs), inputs, square).graph
+    texts = [node.args[-1] for node in graph.nodes if node.op == COND_OP]
+    assert len({*texts}) == len(texts) == 4
 
 
 def test_a_rank_traces_the_same_graph():
