@@ -292,6 +292,11 @@ def _unregistered(
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has values, which a model may write in place."""
+    """Whether a tensor has values, which a model may write in place.
+
+    Between its uses a parameter under ZeRO-3 has none: its storage is empty.
+    """
     without = is_lazy(tensor) or is_fake(tensor) or tensor.is_inference() or tensor.is_meta
-    return not without and tensor.layout == torch.strided
+    if without or tensor.layout != torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() > 0

@@ -106,3 +106,12 @@ def test_a_write_of_a_hidden_module_too_large_to_be_copied_is_refused(monkeypatc
         "forward writes teacher.weight, a tensor of 64 elements that is neither a parameter nor a "
         "buffer of the model; planning runs the model several times"
     ) in refusal(built(InTwoWrites))
+
+
+def test_a_hidden_module_whose_parameters_have_no_memory_is_passed_over():
+    """Bug: a pipe of a script under ZeRO-3 is one, and a second trace ended in a SIGSEGV."""
+    model = built(Net)
+    model.pipes = [nn.Linear(8, 8)]
+    model.pipes[0].weight.untyped_storage().resize_(0)
+    named = [name for name, _ in registered.named_tensors_of(model)]
+    assert [name.rpartition(".")[2] for name in named] == ["bias"]
