@@ -99,6 +99,21 @@ def on_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tensor if tensor.device.type in kinds else tensor.to(kinds[0])
 
 
+def strided_alike(parameters: Iterable[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The gradients of a bucket, each strided as its parameter.
+
+    torch's fused optimizers pair elements by their places in memory (torch 2.13). If one
+    has to be copied all are, so that what they are views of is freed.
+    """
+    parameters = list(parameters)
+    if all(parameter.is_contiguous() for parameter in parameters):
+        return gradients
+    return [
+        torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    ]
+
+
 def agreed(
     group: dist.ProcessGroup,
     names: Sequence[str],

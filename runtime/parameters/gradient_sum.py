@@ -40,6 +40,7 @@ from autopipe.runtime.parameters.buckets import (
     agreed,
     by_group,
     on_group,
+    strided_alike,
     summed_in,
     unexpected,
 )
@@ -90,12 +91,13 @@ def all_reduce(bucket: Bucket) -> Callable[[], object]:
     """The whole sum on every rank.
 
     The gradients become views of the bucket, and their old memory is freed: a bucket's bytes are
-    held twice only while it is filled.
+    held twice only while it is filled, and at the end if a parameter is not row-major.
     """
     flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket.parameters])
     sizes = [parameter.numel() for parameter in bucket.parameters]
-    for parameter, part in zip(bucket.parameters, torch.split(flat, sizes), strict=True):
-        parameter.grad = part.view(parameter.shape)
+    parts = zip(bucket.parameters, torch.split(flat, sizes), strict=True)
+    views = [part.view(parameter.shape) for parameter, part in parts]
+    _give(bucket, views)
     summed = on_group(flat, bucket.group)
     work = dist.all_reduce(summed, group=bucket.group, async_op=True)
     assert work is not None
@@ -104,8 +106,14 @@ def all_reduce(bucket: Bucket) -> Callable[[], object]:
         work.wait()
         if summed is not flat:
             flat.copy_(summed)
+        _give(bucket, strided_alike(bucket.parameters, views))
 
     return end
+
+
+def _give(bucket: Bucket, gradients: Sequence[Tensor]) -> None:
+    for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

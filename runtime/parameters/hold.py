@@ -27,7 +27,7 @@ from autopipe.ir.graph import REGION_OP, Graph, State
 from autopipe.ir.partition import Stage
 from autopipe.runtime.parameters.gradient_sum import Gradients, GradientSum
 from autopipe.runtime.parameters.part import RankPart
-from autopipe.runtime.parameters.row_shards import RowShards, deal, rows_of_this_rank
+from autopipe.runtime.parameters.row_shards import RowShards, deal, in_pieces
 from autopipe.runtime.parameters.zero1 import OptimizerShards
 from autopipe.runtime.parameters.zero2 import GradientShards
 from autopipe.runtime.parameters.zero3 import GatheredStage, ParameterShards, in_shards
@@ -149,7 +149,7 @@ def _deal(
         whole = states.get(name)
         if not isinstance(whole, nn.Parameter) or name not in groups:
             continue
-        if state.master is not None or rows_of_this_rank(whole, groups[name]).strided(whole.shape):
+        if state.master is not None or in_pieces(whole, groups[name]):
             states[name], masters[name] = deal(
                 whole, groups[name], state.spec.dtype, state.summed.dtype
             )

@@ -25,7 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopipe.planfile.placements import OwnRows, own_rows
-from autopipe.runtime.parameters.buckets import Bucket, buckets, by_group, summed_in
+from autopipe.runtime.parameters.buckets import (
+    Bucket,
+    buckets,
+    by_group,
+    strided_alike,
+    summed_in,
+)
 from autopipe.sharding.collectives import in_rows
 from autopipe.sharding.torch_names import all_gather_single, reduce_scatter_single
 
@@ -55,6 +61,13 @@ def own_rows_of(whole: nn.Parameter, group: dist.ProcessGroup) -> Tensor:
 def rows_of_this_rank(whole: Tensor, group: dist.ProcessGroup) -> OwnRows:
     """The rows of a parameter that this rank of a group has."""
     return own_rows(whole.shape, dist.get_world_size(group), dist.get_rank(group))
+
+
+def in_pieces(whole: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a rank's rows of a parameter lie in several pieces of memory; the same on all ranks
+    of a group."""
+    rows = in_rows(whole.detach(), own_rows(whole.shape, dist.get_world_size(group), 0))
+    return rows.stride() != torch.empty_like(rows, device="meta").stride()
 
 
 class RowShards:
@@ -172,11 +185,13 @@ class RowShards:
 
         def place() -> None:
             work.wait()
-            for parameter, piece in zip(
-                bucket.parameters, torch.split(own, _widths(bucket)), strict=True
-            ):
-                shard = self._of[parameter]
-                rows = piece[: shard.numel()].view(shard.shape).to(shard.device, shard.dtype)
+            shards = [self._of[parameter] for parameter in bucket.parameters]
+            pieces = zip(shards, torch.split(own, _widths(bucket)), strict=True)
+            every = [
+                piece[: shard.numel()].view(shard.shape).to(shard.device, shard.dtype)
+                for shard, piece in pieces
+            ]
+            for shard, rows in zip(shards, strided_alike(shards, every), strict=True):
                 shard.grad = rows if shard.grad is None else shard.grad.add_(rows)
 
         return place

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopipe.runtime.parameters import buckets
-from autopipe.runtime.parameters.row_shards import deal
+from autopipe.runtime.parameters.row_shards import deal, in_pieces
 from autopipe.runtime.parameters.zero1 import OptimizerShards
 from tests.support.world_stories import story
 from tests.support.zero_toy import (
@@ -90,17 +90,21 @@ def fewer_rows_than_ranks() -> None:
 
 @story("zero", 2)
 def a_parameter_of_another_layout() -> None:
-    """Channels last: rows of a shard are a view all the same, and come back to their places."""
+    """Channels last: rows of a shard are a view all the same, and come back to their places, also
+    from a fused optimizer, which takes entries by their places in memory."""
     weight = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     p = {"conv": nn.Parameter(weight.contiguous(memory_format=torch.channels_last))}
-    sums = OptimizerShards(p, everywhere(p), {0: ["conv"]})
-    optimizer = torch.optim.SGD(list(sums.shards().values()), lr=1.0)
+    groups = everywhere(p)
+    sums = OptimizerShards(p, groups, {0: ["conv"]})
+    optimizer = torch.optim.SGD(list(sums.shards().values()), lr=1.0, fused=True)
     (p["conv"] * weight).sum().backward()
     sums.finish()
     optimizer.step()
     sums.gather()
     close(p["conv"], weight - 2 * weight, "conv")
     assert p["conv"].is_contiguous(memory_format=torch.channels_last)
+    group = groups["conv"]
+    assert not in_pieces(p["conv"], group) and in_pieces(weight.transpose(0, 1), group)
 
 
 @story("zero", 2)

@@ -117,6 +117,18 @@ def test_a_transposed_gradient(group: dist.ProcessGroup) -> None:
     assert made.grad.tolist() == [[2, 4], [6, 8]]
 
 
+def test_a_gradient_of_a_transposed_parameter_lies_as_that_does(group: dist.ProcessGroup) -> None:
+    """Bug: torch's fused optimizers took each of its entries for that of another place."""
+    made = {"a": nn.Parameter(torch.zeros(3, 2).t()), "b": parameter(5)}
+    made["a"].grad = torch.arange(6.0).view(2, 3)
+    sums = GradientSum(made, dict.fromkeys(made, group), {})
+    sums.finish()
+    found = [p.grad for p in made.values() if p.grad is not None]
+    assert [one.tolist() for one in found] == [[[0, 1, 2], [3, 4, 5]], [5]]
+    assert found[0].stride() == made["a"].stride()
+    assert all(one.untyped_storage().nbytes() == one.nbytes for one in found)  # no bucket behind it
+
+
 def backward(*made: nn.Parameter) -> None:
     torch.stack([parameter.sum() for parameter in made]).sum().backward()
 
