@@ -190,7 +190,8 @@ class Body:
         else:  # of an argument: its copy in low precision, without its gradient, or to be written
             value = Call(self._function(node.target), tuple(items))
             env[node] = value
-            if node.target is torch.ops.aten.clone.default:
+            source = node.args[0]
+            if node.target is torch.ops.aten.clone.default and _is_whole_argument(source):
                 env[node] = items[0]
                 statements.append(_Statement((flat(items[0]),), value))
             return
@@ -231,6 +232,11 @@ class Body:
         if isinstance(arg, torch.device):
             self.words.add("DEVICE")
         return self._function(arg) if callable(arg) else literal(arg)
+
+
+def _is_whole_argument(source: Any) -> bool:
+    """Whether a copy takes the place of an argument of the code, of which nothing else is read."""
+    return isinstance(source, fx.Node) and source.op == "placeholder" and len(source.users) == 1
 
 
 def _remark(node: fx.Node) -> str:

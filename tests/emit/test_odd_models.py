@@ -89,7 +89,7 @@ class Remembers(nn.Module):
         hidden = self.layer(x)
         with torch.no_grad():
             self.mean.copy_(hidden.mean(0))
-        return hidden.tanh()
+        return (hidden * self.mean).tanh()
 
 
 class LeavesOneResult(Net):
@@ -102,9 +102,12 @@ class LeavesOneResult(Net):
         return given
 
 
-def test_a_module_whose_result_nobody_reads() -> None:
-    """It was written `-> tuple[]`, which is no Python."""
+def test_a_module_whose_result_nobody_reads_and_a_buffer_read_after_a_write() -> None:
+    """The first was written `-> tuple[]`, which is no Python; of the other the copy that backward
+    reads took the place of the model's."""
     texts = stages(built(LeavesOneResult), planned(built(LeavesOneResult)), square).values()
+    assert any("aten.clone.default(self.mean)" in text for text in texts)
+    assert not any("self.mean = aten" in text for text in texts)
     assert any("-> tuple[()]:" in text for text in texts)
     for text in texts:
         compile(text, "stage", "exec")
