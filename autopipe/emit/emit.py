@@ -3,7 +3,7 @@
     DIR/plan.json      the plan
     DIR/programs.txt   what each rank runs in a step, transfers included
     DIR/stage_0.py     a stage as plain PyTorch, one file for each; stage_0_tp1.py: its second part
-    DIR/train.py       what `autopipe run` does, for torchrun
+    DIR/train.py       what `autopipe run` does, for torchrun; without checkpoints and metrics
 
 The folder is written under a temporary name and renamed, so it is whole or absent.
 """
@@ -214,7 +214,7 @@ TRAIN = '''\
 
     torchrun --nproc-per-node PROCESSES train.py --steps 10
 
-`--help` lists the options: they are those of `autopipe run`, which runs plan.json without the other
+`--help` lists the options, which `autopipe run` has too; that runs plan.json without the other
 files. Under srun it is `srun -n PROCESSES python train.py`.
 """
 
@@ -259,6 +259,9 @@ def main(
         emitted=FOLDER,
         say=cli.say,
     )
+    if pipe.place.rank == 0:
+        for line in file.since_planning(plan, given=weights is not None):
+            cli.tell(line)
     # Batches through the pipe, an optimizer step after each; a line of progress from rank 0.
     measured = train(
         pipe,

@@ -109,10 +109,20 @@ class ModelFile:
             return torch.optim.AdamW(parameters)
         return optimizer_named(default)(parameters)
 
-    def since_planning(self, plan: Plan) -> list[str]:
-        """The file's settings that differ from the plan's, one sentence each."""
+    def since_planning(self, plan: Plan, *, given: bool = True) -> list[str]:
+        """What a run begins with other than one may expect, one sentence each: the file's settings
+        that differ from the plan's, and random numbers for the weights of a folder that has none.
+
+        Args:
+            given: whether the run takes its weights from elsewhere.
+        """
         found = []
         rows = plan.batch.rows
+        if self.loaded is not None and self.weights is None and not given:
+            found.append(
+                f"{self.source}: the folder has no weights, so that the run begins with random "
+                "numbers"
+            )
         if self.batch_size not in (None, rows):
             found.append(
                 f"{self.source}: batch_size is {self.batch_size}, and the plan is for {rows} rows: "

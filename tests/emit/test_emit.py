@@ -233,6 +233,7 @@ def test_where_train_py_finds_the_model(source: str, loaded: str) -> None:
     place = {"FOLDER": Path("/plans/out")}
     assert eval(ast.unparse(call.args[0]), place) == loaded
     assert "file.start()" in text  # with the folder's weights: `test_emitted_runs` runs it
+    assert "file.since_planning(plan, given=" in text  # and says where it has none, as `run` does
 
 
 @pytest.mark.long

@@ -42,11 +42,9 @@ def run(
     pipe = _split(plan, file, training)
     leads, outputs = pipe.place.rank == 0, outputs.as_asked()
     if leads:
-        for line in file.since_planning(plan):
+        given = training.weights is not None or checkpoints.resume
+        for line in file.since_planning(plan, given=given):
             tell(line)
-        folder_without_weights = file.loaded is not None and file.weights is None
-        if folder_without_weights and training.weights is None and not checkpoints.resume:
-            tell(f"{source}: the folder has no weights, so that the run begins with random numbers")
     saving = None
     if checkpoints.folder is not None:
         saving = Keeping(
