@@ -127,8 +127,12 @@ def _named(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]
 def remove(checkpoint: Path) -> None:
     """Remove a checkpoint so that a kill in between leaves no folder that looks whole.
 
-    The folder is renamed first, as to remove its files may take a while.
+    The folder is renamed first, as to remove its files may take a while. Of a link the folder that
+    it leads to stays.
     """
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+        return
     going = checkpoint
     if not checkpoint.suffix:
         going = checkpoint.with_name(

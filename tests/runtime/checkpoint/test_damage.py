@@ -257,16 +257,18 @@ def test_a_hostile_state(of: str, value: Any, run: Run) -> None:
 
 
 def test_a_name_that_leads_elsewhere(run: Run, tmp_path: Path) -> None:
-    """Nothing outside of the folder is removed: a link is no checkpoint."""
+    """Nothing outside of the folder is removed: a link is no checkpoint, also where one is put."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (elsewhere / "precious").touch()
-    for name in ("step-00000000", "step-00000005", "step-00000001.0123abcd.partial"):
+    (elsewhere / MANIFEST).touch()
+    links = ("step-00000000", "step-00000004", "step-00000005", "step-00000001.0123abcd.partial")
+    for name in links:
         (run.folder / name).symlink_to(elsewhere)
     run.load()
     run.pipe.steps = 4
     run.save(run.checkpoints(keep=1))
-    assert (elsewhere / "precious").exists()
+    assert (elsewhere / MANIFEST).exists()
+    assert not (run.folder / "step-00000004").is_symlink()
 
 
 def test_another_model(run: Run) -> None:
