@@ -103,7 +103,14 @@ def _world_from(environ: Mapping[str, str], nodelist: Callable[[str], str] | Non
     if step.isdecimal() and int(step) < _SPECIAL_STEP and "SLURM_PROCID" in environ:
         names = ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID", "JOB_ID")
         rank, size, local_rank, node, job = (_number(environ, f"SLURM_{name}") for name in names)
-        local_size = tasks_per_node(_value(environ, "SLURM_STEP_TASKS_PER_NODE"))[node]
+        counts = tasks_per_node(_value(environ, "SLURM_STEP_TASKS_PER_NODE"))
+        if node >= len(counts):
+            raise LaunchError(
+                f"SLURM_NODEID is {node} in the environment, and SLURM_STEP_TASKS_PER_NODE is of "
+                f"{count(len(counts), 'node')}",
+                hint="start the processes with srun, which sets both",
+            )
+        local_size = counts[node]
         nodes = _value(environ, "SLURM_STEP_NODELIST")
         address = environ.get("MASTER_ADDR") or (nodelist or first_address)(nodes)
         # Below 32768, where Linux begins to assign ports by itself. The steps of a job, jobs that

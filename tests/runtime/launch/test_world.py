@@ -68,6 +68,12 @@ def test_on_the_last_and_smaller_node() -> None:
     assert (world.rank, world.local_rank, world.local_size, world.node) == (4, 0, 1, 2)
 
 
+def test_a_node_of_which_slurm_says_no_tasks() -> None:
+    """Bug: an IndexError."""
+    with pytest.raises(LaunchError, match="SLURM_NODEID is 3 .*TASKS_PER_NODE is of 3 nodes"):
+        world_from({**SRUN, "SLURM_NODEID": "3"}, first)
+
+
 def test_the_port_stays_below_those_that_linux_hands_out() -> None:
     for job in (1, 1249, 1250, 987654321):
         world = world_from({**SRUN, "SLURM_JOB_ID": str(job)}, first)
