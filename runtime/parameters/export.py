@@ -42,6 +42,9 @@ DTYPES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.bool: "BOOL",
 }
 """What the format calls them."""

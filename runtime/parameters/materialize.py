@@ -120,7 +120,13 @@ def _values(
 
 
 def _on(device: torch.device | str, state: StateSpec, tensor: Tensor) -> Tensor:
-    """A tensor on `device`; one that is there already is taken as it is, not copied."""
+    """A tensor on `device`; one that is there already is taken as it is, not copied.
+
+    What is a view of its conjugate or negative (`x.conj()`, `x.conj().imag`) is copied: files have
+    bytes.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
     if state.kind != "parameter":
         return tensor.to(device)
     wanted = torch.device(device), state.held.dtype

@@ -267,6 +267,23 @@ def test_a_parameter_that_nobody_initialises_would_be_another_on_each_rank() -> 
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turn", torch.tensor([1 + 2j, 3 - 4j]).conj())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.turn).abs().sum()
+
+
+def test_a_buffer_that_is_a_view_of_its_conjugate_has_bytes_of_its_own() -> None:
+    """Bug: of such a view no file can be written, and a trained model was lost."""
+    model = Turned()
+    graph = trace_model(model, lambda rows: {"x": torch.ones(rows, 2)}).graph
+    (turn,) = materialize(graph, ["turn"], Origin(model, model)).values()
+    assert not turn.is_conj() and torch.equal(turn, model.turn)
+
+
 class Scaled(nn.Module):
     """Computes with a number that it has taken of its weights, as data-dependent scales do."""
 
