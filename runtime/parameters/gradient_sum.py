@@ -265,14 +265,16 @@ class GradientSum:
 def total_norm(
     owned: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device
 ) -> Tensor:
-    """The norm of the whole model's gradients, on every rank.
+    """The norm of the whole model's gradients, on every rank: float64, without dims.
+
+    The square of a norm may exceed fp32, and gradients of fp64 are scaled by it.
 
     Args:
         owned: this rank's `owned_gradients()`.
         group: all ranks of the run; None: this one is alone.
         device: where the ranks' sum is made.
     """
-    square = torch.nn.utils.get_total_norm(list(owned)).to(device, torch.float32) ** 2
+    square = torch.nn.utils.get_total_norm(list(owned)).to(device, torch.float64) ** 2
     if group is not None:
         dist.all_reduce(square, group=group)
     return square.sqrt()

@@ -103,7 +103,7 @@ class Clipping:
         multiply(self._parameters(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         self.note()
         self._told_norm = True
-        return norm
+        return norm.float()
 
     def note(self) -> None:
         """Take the gradients as they are for those of the step."""
