@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from autopipe.errors import AutopipeError
 from autopipe.terminal.commands import PlanArgument, command
 from autopipe.terminal.console import say
 from autopipe.terminal.paths import as_asked, check_folder, model_source, relative
@@ -30,6 +31,7 @@ def emit(
     check_folder(output)
     loaded = Plan.load(plan)
     source = model or model_source(loaded, plan, "emit")
+    _check_replaced(output, plan, source)
     there = relative(source, output.resolve())
     file = model_file.load(source)
     write(
@@ -49,3 +51,22 @@ def emit(
     script = shlex.quote(str(output / "train.py"))
     say(f"run it: torchrun --nproc-per-node {processes} {script}")
     print(output)
+
+
+def _check_replaced(output: Path, plan: Path, source: str) -> None:
+    """Refuse a file, and a folder that holds what is read: `--force` would remove it as well, but
+    for a plan that is written there again.
+
+    Raises:
+        AutopipeError: names the plan or the model file.
+    """
+    if output.is_file():
+        raise AutopipeError(f"-o {output}: expected a folder, found a file", hint="-o out")
+    folder = output.resolve()
+    for path in (plan, Path(source)):
+        inside = path.exists() and folder in path.resolve().parents
+        if inside and path.resolve() != folder / "plan.json":
+            raise AutopipeError(
+                f"-o {output}: the folder is replaced whole, and {path} is in it",
+                hint="-o out, or another folder of its own",
+            )

@@ -38,7 +38,7 @@ def explain(
     from autopipe.report.explain import explain as explanation
     from autopipe.util import atomic_file
 
-    check_file(html)
+    check_file(html, plan)
     loaded = Plan.load(plan)
     say_edits(loaded)
     if json:

@@ -15,6 +15,7 @@ from autopipe.terminal.commands import PlanArgument, app, command
 from autopipe.terminal.console import say, tell
 from autopipe.terminal.option_groups import given
 from autopipe.terminal.paths import as_asked, check_file, check_folder, model_source, say_edits
+from autopipe.util.numbers import count
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def export(
         _refuse(to, ONNX, given(onnx))
     else:
         return _stages(plan, output, onnx)
-    check_file(output)
+    check_file(output, plan)
     loaded = Plan.load(plan)
     say_edits(loaded)
     if to in LAUNCHERS:
@@ -171,7 +172,7 @@ def _stages(path: Path, folder: Path | None, onnx: OnnxOptions) -> None:
     file = model_file.load(source)
     weights = onnx.weights and as_asked(onnx.weights)
     write_stages(file, plan, as_asked(folder), rows=rows, weights=weights)
-    say(f"{folder}: {len(plan.stages)} stages and chain.json, for onnxruntime")
+    say(f"{folder}: {count(len(plan.stages), 'stage')} and chain.json, for onnxruntime")
 
 
 def _launched(plan: Any, to: str, path: Path, words: dict[str, Any], run: list[str]) -> str:

@@ -180,7 +180,7 @@ def plan(
     the figures that `autopipe explain --json` gives.
     """
     until_exit()
-    check_file(output)
+    check_file(output, model)
     source = relative(model, output.resolve().parent)
     watch = Stopwatch()
     watch.add("started", time.process_time())

@@ -11,7 +11,7 @@ import typer
 from autopipe.errors import AutopipeError
 from autopipe.terminal.commands import command
 from autopipe.terminal.console import say
-from autopipe.terminal.paths import as_asked, check_folder, model_source, say_edits
+from autopipe.terminal.paths import as_asked, check_file, model_source, say_edits
 from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ def report(
     path = what / recorded.PLAN if run is not None else what
     plan = run.plan if run is not None else Plan.load(what)
     target = output or (what / "report.html" if run is not None else what.with_suffix(".html"))
-    check_folder(target)
-    if target.is_dir():
-        raise AutopipeError(f"--out {target}: expected a file, found a folder")
+    check_file(target, path)
     say_edits(plan)
     found_sheets = _sheets(plan, path, model) if sliders else None
     contents = contents_of(

@@ -50,15 +50,24 @@ def check_folder(path: Path | None) -> None:
         atomic_file.check_folder(path)
 
 
-def check_file(path: Path | None) -> None:
-    """The same of a path that a file will be written to: a folder is refused too.
+def check_file(path: Path | None, read: str | Path | None = None) -> None:
+    """The same of a path that a file will be written to: a folder is refused too, and the very file
+    that the command reads.
+
+    Args:
+        read: the argument for that file, which may be no path at all: `package.module:factory`.
 
     Raises:
-        AutopipeError: names the folder.
+        AutopipeError: names the folder, or the file.
     """
     check_folder(path)
     if path is not None and path.is_dir():
         raise AutopipeError(f"{path} cannot be written: it is a folder", hint="name a file in it")
+    if path is not None and read is not None and _is_file(Path(read)) and path.exists():
+        if path.samefile(read):
+            raise AutopipeError(
+                f"{path} cannot be written: it is the file that is read", hint="name another file"
+            )
 
 
 def relative(source: str, folder: Path) -> str:

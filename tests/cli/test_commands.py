@@ -284,6 +284,40 @@ def test_a_terminal_without_the_lines_of_a_table_gets_question_marks(tmp_path: P
 @pytest.mark.parametrize(
     "command",
     [
+        "plan net.py -o ./net.py",
+        "explain net.py --html net.py",
+        "simulate net.py --svg net.py",
+        "export net.py --to slurm -o net.py",
+    ],
+)
+def test_the_file_that_is_read_is_not_written_over(command: str, autopipe: Shell) -> None:
+    said = autopipe(*command.split())
+    assert said.error == (
+        "net.py cannot be written: it is the file that is read\n\nhint: name another file"
+    )
+    assert (autopipe.folder / "net.py").read_text() == NET
+
+
+@pytest.mark.parametrize(
+    ("output", "sentence"),
+    [
+        ("net.py", "-o net.py: expected a folder, found a file"),
+        (".", "-o .: the folder is replaced whole, and {} is in it"),
+    ],
+)
+def test_emit_replaces_nothing_that_is_read(
+    output: str, sentence: str, autopipe: Shell, four: str
+) -> None:
+    """Bug: with `--force` the model file was gone, or the folder with all that is in it."""
+    autopipe("plan", "net.py", "--cluster", four)
+    said = autopipe("emit", "plan.json", "-o", output, "--force")
+    assert said.error.startswith(sentence.format(autopipe.folder / "net.py"))
+    assert autopipe.files() == ["net.py", "plan.json"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
         "explain gone.json --html here",
         "export gone.json --to slurm -o here",
         "simulate 1f1b --svg here",

@@ -49,4 +49,4 @@ def test_what_is_neither_a_plan_nor_a_run_is_refused(autopipe: Shell) -> None:
     assert autopipe("report", "empty").error.startswith("empty has no plan.json")
     autopipe.plan(1)
     assert "there is no folder" in autopipe("report", "plan.json", "-o", "no/page.html").error
-    assert "found a folder" in autopipe("report", "plan.json", "-o", "empty").error
+    assert "it is a folder" in autopipe("report", "plan.json", "-o", "empty").error
