@@ -8,6 +8,7 @@ measured.json    each stage's seconds and bytes, at its end
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
@@ -112,9 +113,11 @@ def end(
 
 
 def keep_trace(folder: Path, trace: Path) -> None:
-    """Copy a run's trace into its folder, where it was not written there."""
+    """Copy a run's trace into its folder, uncompressed, where it was not written there."""
     if trace.resolve() != (folder / TRACE).resolve():
-        atomic_file.write(trace.read_bytes(), folder / TRACE)
+        data = trace.read_bytes()
+        unpacked = gzip.decompress(data) if trace.suffix == ".gz" else data  # as `perfetto.save`
+        atomic_file.write(unpacked, folder / TRACE)
 
 
 def load(folder: Path) -> Recording:

@@ -1,5 +1,6 @@
 """A run's folder: what a run leaves there is read back; what is damaged is named."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -73,6 +74,17 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, said: str
     with pytest.raises(AutopipeError) as refused:
         recorded.load(run)
     assert said in refused.value.message
+
+
+def test_a_compressed_trace_is_kept_as_it_is_read(tmp_path: Path) -> None:
+    """`run --trace t.json.gz --record run`. Bug: the report took its trace for damaged."""
+    run = folder(tmp_path / "run")
+    lanes = recorded.load(run).lanes
+    compressed = tmp_path / "t.json.gz"
+    compressed.write_bytes(gzip.compress((run / recorded.TRACE).read_bytes()))
+    (run / recorded.TRACE).unlink()
+    recorded.keep_trace(run, compressed)
+    assert recorded.load(run).lanes == lanes is not None
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
