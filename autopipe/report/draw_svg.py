@@ -85,7 +85,8 @@ class _Picture:
             numbers.seconds if planned else lambda time: f"{time:.4g}"
         )
         self.unit = "" if planned else " units"
-        self.top = 20 if title is None else 92
+        self.legend = self._legend_lines() if title is not None else []
+        self.top = 72 + 20 * len(self.legend) if self.legend else 20
         self.inner = width - _LEFT - _RIGHT
         self.scale = self.inner / timeline.seconds if timeline.seconds else 0.0
         every = (i.microbatch for program in timeline.programs for i in program)
@@ -141,15 +142,29 @@ class _Picture:
             f"{numbers.percent(self.timeline.bubble)}</text>"
         )
 
+    def _legend_lines(self) -> list[list[tuple[int, str, str]]]:
+        """Lines of entries: pixels from the left, a colour ("": none), and what it means."""
+        lines: list[list[tuple[int, str, str]]] = [[]]
+        left = _LEFT
+        for colour, name in [*key(self.timeline), *(("", mark) for mark in marks(self.timeline))]:
+            takes = (40 if colour else 20) + round(6.2 * len(name))
+            if lines[-1] and left + takes > self.width:
+                lines.append([])
+                left = _LEFT
+            lines[-1].append((left, colour, name))
+            left += takes
+        return lines
+
     def _legend(self) -> Iterator[str]:
-        """In one line: colours, hatches, and the slanted line of a transfer."""
-        left, idle = _LEFT, colours.LIGHT.idle
-        for colour, name in key(self.timeline):
-            hue = ' class="ap-idle"' if colour == idle else ""
-            yield f'<rect{hue} x="{left}" y="52" width="14" height="14" fill="{colour}"/>'
-            yield f'<text x="{left + 20}" y="63.5">{name}</text>'
-            left += 40 + round(6.2 * len(name))
-        yield f'<text x="{left}" y="63.5">{"; ".join(marks(self.timeline))}</text>'
+        """The colours, the hatches, and the slanted line of a transfer."""
+        for line, entries in enumerate(self.legend):
+            y = 52 + 20 * line
+            for left, colour, name in entries:
+                if colour:
+                    hue = ' class="ap-idle"' if colour == colours.LIGHT.idle else ""
+                    box = f'x="{left}" y="{y}" width="14" height="14" fill="{colour}"'
+                    yield f"<rect{hue} {box}/>"
+                yield f'<text x="{left + (20 if colour else 0)}" y="{y + 11.5}">{name}</text>'
 
     def _grid(self) -> Iterator[str]:
         for tick in _ticks(self.timeline.seconds):

@@ -68,10 +68,14 @@ def test_the_legend_has_what_the_picture_has():
     plain = texts(parsed(simulate(gpipe(2, 2), Costs.even(2))))
     assert "backward for the weights" not in plain
     assert not [text for text in plain if text and "transfers" in text]
-    busy = texts(parsed(full(zb_v(2, 4), 4, LinkTime(0.1), reduce=[1.0] * 4)))
+    tree = parsed(full(zb_v(2, 4), 4, LinkTime(0.1), reduce=[1.0] * 4))
     named = {"backward for the inputs", "backward for the weights", "sum of gradients"}
-    assert named <= set(busy)
-    assert "hatched: the second stage of a rank; lines between ranks: transfers" in busy
+    assert named <= set(texts(tree))
+    last = "lines between ranks: transfers"
+    assert texts(tree)[2:9][-2:] == ["hatched: the second stage of a rank", last]
+    places = [(float(text.get("x")), text.text) for text in tree.iter(f"{SPACE}text")]
+    # Bug: what was too long for the one line, at some six pixels a letter, was cut off.
+    assert all(left + 6.2 * len(words) <= 1200 for left, words in places[2:9])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
