@@ -69,6 +69,8 @@ def check(
     mesh that is too large is made smaller, and what was is said. Ends with code 1 if they differ,
     and names the first differing node.
     """
+    from autopipe.planfile.contents import names_plan
+
     if Path(what).is_dir():
         _as_rank(Path(what))
         return
@@ -88,9 +90,16 @@ def check(
     }
     given = {name: value for name, value in values.items() if value is not None}
     sizes = {name: value for name, value in degrees.items() if value is not None}
-    if what.endswith(".json"):
-        options: dict[str, Any] = {**sizes, **given, **({"cluster": cluster} if cluster else {})}
-        result = _of_plan(what, model, options.pop("precision", None), list(options))
+    if names_plan(what):
+        options = sizes | given | {"batch": batch, "cluster": cluster}
+        asked = (name for name, value in options.items() if value is not None)
+        others = [name for name in asked if name != "precision"]
+        result = _of_plan(what, model, precision, others)
+    elif model is not None:
+        raise AutopipeError(
+            f"--model {model} is for a plan whose model file has moved, and {what} is no plan",
+            hint=f"autopipe check {shlex.quote(model)}",
+        )
     else:
         result = _of_model(standing(what), cluster, batch, sizes, given)
     if json:
@@ -172,6 +181,7 @@ def _of_model(
         cluster=cluster,
         batch_size=rows,
         loss_over=file.loss_over,
+        lengths=file.lengths,
         say=say,
         **options,
     )
@@ -194,7 +204,8 @@ def _print(result: Comparison) -> None:
     out.print(
         f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, "
         f"{count(batch.micro_batches, 'micro-batch', 'micro-batches')}, "
-        f"{result.plan.schedule}, {result.plan.precision}{zero}{compiled}; {batch.rows} rows"
+        f"{result.plan.schedule}, {result.plan.precision}{zero}{compiled}; "
+        f"{count(batch.rows, 'row')}"
     )
     if result.again:
         out.print(f"run a second time in backward: {'; '.join(result.again)}")

@@ -72,7 +72,7 @@ def simulate(
     Times are in whatever unit one likes; those of a plan are seconds. --json gives `steps`, one for
     each schedule: seconds, bubble, of every rank the spans with their start and end, and transfers.
     """
-    from autopipe.planfile.contents import Plan
+    from autopipe.planfile.contents import Plan, names_plan
     from autopipe.report import as_json, paper, schedule_page
     from autopipe.report import draw_svg as pictures
     from autopipe.schedules.registry import SCHEDULES
@@ -84,11 +84,11 @@ def simulate(
             "--svg makes one picture, and no schedule was named",
             hint=f"autopipe simulate 1f1b --svg {shlex.quote(str(svg))}",
         )
-    check_file(svg)
+    check_file(svg, what)
     if what is not None:
         schedule_page.check(what, options)
     columns, timelines = paper.width(schedule_page.WIDTH), []
-    planned = what is not None and what.endswith(".json")
+    planned = what is not None and names_plan(what)
     shown = {"planned": planned, "waits": waits, "transfers": transfers}
     steps: list[dict[str, Any]] = []
     for name in [what] if what is not None else SCHEDULES:

@@ -141,8 +141,8 @@ def _how(plan: Plan) -> Iterator[_Said]:
     yield "stages begin at", cuts, ", ".join(cuts)
     yield from _texts(plan, "schedule")
     yield "programs", plan.programs, numbers.count(len(plan.programs), "written program")
-    rows = batch.microbatch_rows(mesh.dp)
-    yield "micro-batches", batch.micro_batches, f"{batch.micro_batches} of {rows} rows"
+    rows = numbers.count(batch.microbatch_rows(mesh.dp), "row")
+    yield "micro-batches", batch.micro_batches, f"{batch.micro_batches} of {rows}"
     for word in ("window", "depth"):
         found = tuple(str(getattr(boundary, word)) for boundary in plan.boundaries)
         yield f"{word}s", found, _between(found)

@@ -17,6 +17,7 @@ from autopipe.interop.unsupported import BLOCKS, Vocabulary, unsupported
 from autopipe.planfile.consistency import ZERO
 from autopipe.planfile.contents import Plan
 from autopipe.util import json_text
+from autopipe.util.numbers import count
 from autopipe.util.version import VERSION
 
 WORDS = Vocabulary(
@@ -43,7 +44,7 @@ def config(plan: Plan) -> Exported:
     again = sorted({block for stage in plan.stages for block in stage.blocks_again})
     if again:
         missing.append(
-            f"recomputation of {len(again)} blocks: the model's code calls "
+            f"recomputation of {count(len(again), 'block')}: the model's code calls "
             "deepspeed.checkpointing.checkpoint"
         )
     data: dict[str, Any] = {

@@ -21,6 +21,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.planfile.node_names import NodeName
 from autopipe.report.megatron_terms import word
 from autopipe.util import json_text
+from autopipe.util.numbers import count
 from autopipe.util.version import VERSION
 
 STYLES = {"column": "colwise", "row": "rowwise"}
@@ -69,7 +70,8 @@ def distributed_config(plan: Plan) -> Exported:
                 f"tensors of {printable(', '.join(others))}: it deals out linear layers by columns "
                 "and rows"
             )
-    missing.append(f"micro-batches of {plan.batch.microbatch_rows(mesh.dp)} rows: the trainer's")
+    rows = count(plan.batch.microbatch_rows(mesh.dp), "row")
+    missing.append(f"micro-batches of {rows}: the trainer's")
     written = f"autopipe {VERSION}, for transformers 5.23"
     data["autopipe"] = {"written_by": written, "cannot_express": missing}
     return Exported(json_text.layout(data), tuple(missing))
@@ -127,7 +129,7 @@ def accelerate_config(plan: Plan) -> Exported:
         data["fsdp_config"] = _fsdp(plan, layers)
     use = (
         f"Accelerator(gradient_accumulation_steps={plan.batch.micro_batches}), batches of "
-        f"{plan.batch.microbatch_rows(mesh.dp)} rows on each replica.",
+        f"{count(plan.batch.microbatch_rows(mesh.dp), 'row')} on each replica.",
     )
     text = head("accelerate 1.15", missing, *use) + yaml.safe_dump(data, sort_keys=False)
     return Exported(text, missing)

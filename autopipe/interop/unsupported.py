@@ -82,8 +82,8 @@ def _sentences(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
         yield f"ZeRO-{plan.zero} over {mesh.dp} replicas; it has {_listed(words.zero)}"
     yield from _recomputed(plan, words, layers)
     if away := offloaded(plan):
-        of = f"{len(away)} of {layers.total} layers" if layers.total else f"{len(away)} blocks"
-        yield f"offload of what {of} keep for backward to the host's memory: {folded(away)}"
+        of = _of_layers(len(away), layers)
+        yield f"offload to the host's memory of what backward needs of {of}: {folded(away)}"
     yield from unlike(plan, words.precisions, words.gradients, words.optimizer)
     if plan.loss_parts:
         yield f"a loss in {plan.loss_parts} parts of the vocabulary, whose logits are never whole"
@@ -148,8 +148,12 @@ def _recomputed(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
     every = recomputes_all(plan, layers)
     if words.recompute == NONE or not every:
         most = "" if words.recompute == NONE else ": it is all layers or none, and here it is none"
-        of = f"{len(again)} of {layers.total} layers" if layers.total else f"{len(again)} blocks"
-        yield f"recomputation of {of}{most}"
+        yield f"recomputation of {_of_layers(len(again), layers)}{most}"
+
+
+def _of_layers(blocks: int, layers: Layers) -> str:
+    """`8 of 32 layers`; `8 blocks` of a model whose layers are not known."""
+    return f"{blocks} of {layers.total} layers" if layers.total else count(blocks, "block")
 
 
 def kinds_of_ranks(plan: Plan) -> list[list[str]]:

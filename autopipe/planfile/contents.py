@@ -15,6 +15,7 @@ are the only units. `save` writes beside the file and renames, so a reader never
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 from dataclasses import dataclass, field, replace
@@ -306,6 +307,18 @@ def names_module(source: str) -> bool:
     """Whether a model's source is `package.module:factory` or `hf:FOLDER`, and not a file's path,
     in which the name of a folder may have a colon too: `2026-11-30T14:30/model.py`."""
     return ":" in source and not source.endswith((".py", ".onnx"))
+
+
+def names_plan(what: str) -> bool:
+    """Whether a word that may be a plan, a model or a schedule is a plan's path: `plan.json`, or a
+    file of another name that begins as JSON does."""
+    if what.endswith(".json"):
+        return True
+    try:
+        with open(what, "rb") as file:
+            return file.read(100).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
+    except (OSError, ValueError):  # there is none, or no file may have that name
+        return False
 
 
 def stage_file(plan: Plan, stage: int, part: int) -> str:

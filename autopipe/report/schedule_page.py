@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autopipe.errors import ScheduleError
 from autopipe.planfile import predict
-from autopipe.planfile.contents import Plan
+from autopipe.planfile.contents import Plan, names_plan
 from autopipe.planfile.parts import Batch
 from autopipe.report import draw_text as picture
 from autopipe.report import paper
@@ -60,7 +60,7 @@ def check(what: str, options: Mapping[str, object]) -> None:
     """
     if what not in SCHEDULES and not Path(what).exists():
         return  # which is worse
-    if what.endswith(".json"):
+    if names_plan(what):
         settled, hint = {field.name for field in fields(Shape)}, "a plan is drawn as it is"
     elif what not in SCHEDULES:
         settled, hint = {"ranks", "micro_batches", "chunks", "depth"}, "the file says it"
@@ -122,7 +122,7 @@ def from_file(path: Path) -> Programs:
         ScheduleError: there is no such file, or it is no schedule.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")  # as `json_text.parse` reads a plan
     except (OSError, UnicodeDecodeError) as error:
         missing = isinstance(error, FileNotFoundError)
         why = "of that name" if missing else f"that can be read: {error}"

@@ -68,6 +68,16 @@ def test_another_plan_runs_the_same_ops_again(autopipe: Shell) -> None:
             "plan.json is a plan, which decides how to split, and --pp was given as well\n\n"
             "hint: autopipe check plan.json; or plan again with --pp",
         ),
+        (
+            ("plan.json", "--batch", "8"),
+            "plan.json is a plan, which decides how to split, and --batch was given as well\n\n"
+            "hint: autopipe check plan.json; or plan again with --batch",
+        ),
+        (
+            ("net.py", "--model", "other.py"),
+            "--model other.py is for a plan whose model file has moved, and net.py is no plan\n\n"
+            "hint: autopipe check other.py",
+        ),
         (("none.py",), "there is no model file 'none.py'\n\nhint: autopipe plan model.py"),
         (
             (".",),

@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 from autopipe.errors import PlanError
 from autopipe.planfile import schema
-from autopipe.planfile.contents import FORMAT, Plan, check, on_edits, signed
+from autopipe.planfile.contents import FORMAT, Plan, check, names_plan, on_edits, signed
 from autopipe.planfile.parts import Batch, Boundary, PartOf, Prediction, StagePlan
 from autopipe.util import codec
 from tests.support.plans import example_plan
@@ -208,6 +208,13 @@ def test_parts_that_contradict_each_other(plan: Plan, sentence: str) -> None:
     with pytest.raises(PlanError) as caught:
         check(plan)
     assert caught.value.message == f"plan.{sentence}"
+
+
+def test_a_plan_is_known_by_its_name_or_by_how_it_begins(tmp_path: Path) -> None:
+    for name, text in (("a.plan", '\ufeff {"format": 3'), ("net.py", "import os")):
+        (tmp_path / name).write_text(text)
+        assert names_plan(str(tmp_path / name)) is (name == "a.plan")
+    assert names_plan("gone.json") and not names_plan("gone") and not names_plan(str(tmp_path))
 
 
 def test_the_example_agrees_with_itself() -> None:

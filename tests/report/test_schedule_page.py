@@ -66,7 +66,8 @@ def test_depths_are_those_of_eager_1f1b_alone() -> None:
 
 def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
-    path.write_text(f"# GPipe\n{format_programs(make('gpipe', 2, 3))}\n")
+    text = f"# GPipe\n{format_programs(make('gpipe', 2, 3))}\n"
+    path.write_text(text, encoding="utf-8-sig")  # as some editors save it
     programs = schedule_page.from_file(path)
     assert programs == make("gpipe", 2, 3)
     of_file = schedule_page.of_schedule(str(path), Shape(ranks=9))  # the file says how many

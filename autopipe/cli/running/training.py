@@ -22,6 +22,7 @@ from autopipe.runtime.train import Measured, train
 from autopipe.terminal import console
 from autopipe.terminal.console import say, tell
 from autopipe.terminal.paths import as_asked, relative
+from autopipe.util.numbers import count
 
 
 def run(
@@ -75,7 +76,7 @@ def run(
         _check_written(measured)
         return
     if not measured.losses and pipe.steps and leads:
-        say(f"all {pipe.steps} steps were made already")
+        say(f"nothing is left to train: {count(pipe.steps, 'step')} made already")
     if outputs.save is not None and pipe.steps:
         pipe.save(outputs.save)
     if leads and (measured.losses or not pipe.steps):
