@@ -121,7 +121,8 @@ def _as_rank(folder: Path) -> None:
 
         ways = "autopipe check plan.json, or autopipe check model.py"
         raise AutopipeError(f"{folder} is a folder", hint=hf_folder.hint_for(folder) or ways)
-    with voice.one_voice(world, debug=console.debug()):
+    # With --json the command that has started the rank prints an object to the same stdout.
+    with voice.one_voice(world, debug=console.debug()), console.data_alone():
         with loading():
             from autopipe.checking.split import run_rank
         run_rank(folder)

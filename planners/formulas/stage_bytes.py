@@ -156,9 +156,9 @@ def _through(points: Sequence[Point], check: Point, values: tuple[int, ...]) -> 
     factors = list(matrix.LUsolve(sympy.Matrix(values[:-1])))
     predicted = sum(f * power for f, power in zip(factors, row(*check), strict=True))
     if predicted != values[-1]:
+        of = f" of {check[1]} tokens" if check[1] else ""
         raise NoPolynomial(
-            f"{check[0]} rows of {check[1]} tokens keep {values[-1]} bytes, where other sizes "
-            f"predict {predicted}"
+            f"{check[0]} rows{of} keep {values[-1]} bytes, where other sizes predict {predicted}"
         )
     return total(
         *(

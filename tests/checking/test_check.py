@@ -33,6 +33,21 @@ def test_a_model_and_its_plan_are_the_same(autopipe: Shell) -> None:
     assert [(row["tensors"], row["equal"], row["allowed"]) for row in gradients] == [(4, 4, 0)] * 2
 
 
+def test_what_a_model_file_prints_in_a_rank_is_no_data(
+    autopipe: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has the stdout of the command that starts it. Bug: `--json` was no JSON."""
+    (autopipe.folder / "subject.json").write_text("{}")
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setattr("autopipe.checking.split.run_rank", lambda folder: print("of the model"))
+    said = autopipe("check", ".")
+    assert (said.code, said.out, said.err) == (0, "", "of the model\n")
+
+
 def test_a_plan_is_run_as_it_is_on_fewer_replicas(autopipe: Shell) -> None:
     """For 8 ranks as 2 x 4, with ZeRO-1: the cuts stay, two replicas are enough."""
     autopipe.plan(
