@@ -109,7 +109,7 @@ def _rank_memory(
     memories = [plan.stages[stage].predicted.memory for stage in stages]
     states = sum(m.peak - m.activations - m.transfers - m.passing for m in memories)
     near = peak >= NEAR * room
-    top = 1.08 * max(room, peak) if near else FAR * peak
+    top = 1.08 * max(room, peak) if near else max(FAR * peak, 1.0)
     seen = sum(measured.stages[s].memory.seen for s in stages) if measured is not None else 0
     planned = sum(memory.seen for memory in memories)
 

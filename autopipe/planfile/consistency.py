@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autopipe.cluster.cluster import Cluster
+from autopipe.errors import ScheduleError
 from autopipe.planfile.parts import Boundary, Mesh, StagePlan
+from autopipe.schedules.instructions import parse
 
 ZERO = (0, 1, 2, 3)
 """The ZeRO stages, by what they shard; the lowest is preferred."""
@@ -22,7 +24,8 @@ Refuse = Callable[[str, str, str], None]
 
 
 def check_stages(stages: Sequence[StagePlan], refuse: Refuse) -> None:
-    """Check each stage's figures: none below zero, and only stages of the plan are named."""
+    """Check each stage's figures: none below zero, and only stages of the plan are named; and the
+    instruction at which it is fullest."""
     for index, stage in enumerate(stages):
         if stage.zero not in ZERO:
             refuse(f"stages[{index}].zero", f"one of {ZERO}", str(stage.zero))
@@ -31,6 +34,9 @@ def check_stages(stages: Sequence[StagePlan], refuse: Refuse) -> None:
         predicted = stage.predicted
         for part, figures in (("", predicted), ("memory.", predicted.memory)):
             check_figures(vars(figures), f"stages[{index}].predicted.{part}", refuse)
+        if predicted.fullest and not _is_of(predicted.fullest, len(stages)):
+            asked = f"an instruction of one of {len(stages)} stages, as 0F3"
+            refuse(f"stages[{index}].predicted.fullest", asked, repr(predicted.fullest))
         for word in ("receives", "sends"):
             for slot, transfer in enumerate(getattr(stage, word)):
                 low, high = (0, index) if word == "receives" else (index + 1, len(stages))
@@ -41,6 +47,14 @@ def check_stages(stages: Sequence[StagePlan], refuse: Refuse) -> None:
                         f"{side} stage",
                         str(transfer.peer),
                     )
+
+
+def _is_of(instruction: str, stages: int) -> bool:
+    """Whether a text is an instruction of one of so many stages."""
+    try:
+        return parse(instruction).stage < stages
+    except ScheduleError:
+        return False
 
 
 def check_figures(figures: Mapping[str, object], path: str, refuse: Refuse) -> None:

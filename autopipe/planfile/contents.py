@@ -291,10 +291,15 @@ def check(plan: Plan) -> None:
 
 
 def _check_work(plan: Plan, refuse: Refuse) -> None:
-    """Check that each pipeline rank has a peak, and that figures are finite and not negative."""
+    """Check that each pipeline rank has a peak, that figures are finite and not negative, and that
+    shares and limits are some."""
     work, pp = plan.work, plan.mesh.pp
     consistency.check_figures({"loss_seconds": plan.loss_seconds}, "", refuse)
     consistency.check_figures({"step_seconds": plan.prediction.step_seconds}, "prediction.", refuse)
+    if not -1e-6 <= plan.prediction.bubble <= 1:  # but for rounding
+        refuse("prediction.bubble", "a share of the step, from 0 to 1", str(plan.prediction.bubble))
+    if min(plan.planner.limits, default=1) < 1:
+        refuse("planner.limits", "bytes from 1 on", str(plan.planner.limits))
     if work is None:
         return
     if len(work.peaks) != pp or min(work.peaks) <= 0:

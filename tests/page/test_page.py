@@ -203,6 +203,14 @@ def test_of_many_micro_batches_the_first_are_drawn() -> None:
     assert text.count(' title="') <= 1.1 * MOST_BOXES  # waits besides
 
 
+def test_a_device_that_holds_nothing_has_a_picture_of_that() -> None:
+    """As a hand may write it. Bug: divided by its peak."""
+    first, *others = example_plan().stages
+    empty = replace(first, predicted=replace(first.predicted, memory=Memory(0, 0, 0, 0, 0, 0)))
+    text = text_of(replace(example_plan(), stages=(empty, *others)))
+    assert 'aria-label="rank 0: 0\N{NO-BREAK SPACE}bytes of' in text
+
+
 def test_every_stage_has_a_row_unless_it_equals_its_neighbour() -> None:
     plan = chain(31, 4)
     stages = tuple(

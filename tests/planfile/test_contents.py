@@ -189,6 +189,19 @@ SENT, RECEIVED = PLAN.stages[0].sends[0], PLAN.stages[1].receives[0]
             with_stage(1, predicted=replace(PLAN.stages[1].predicted, backward_seconds=1e308)),
             "stages[1].predicted.backward_seconds: expected at most 1e+30, found 1e+308",
         ),
+        (
+            with_stage(1, predicted=replace(PLAN.stages[1].predicted, fullest="2B0")),
+            "stages[1].predicted.fullest: expected an instruction of one of 2 stages, as 0F3, "
+            "found '2B0'",
+        ),
+        (
+            changed("prediction", bubble=7.0),
+            "prediction.bubble: expected a share of the step, from 0 to 1, found 7.0",
+        ),
+        (
+            changed("planner", limits=(0, 5)),
+            "planner.limits: expected bytes from 1 on, found (0, 5)",
+        ),
         (replace(PLAN, loss_seconds=-1.0), "loss_seconds: expected at least 0, found -1.0"),
         (
             replace(PLAN, work=replace(WORK, peaks=(1e308, 1e308))),
