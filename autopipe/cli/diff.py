@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from autopipe.interop.compare import Difference, Entry
+    from autopipe.planfile.contents import Plan
 
 
 @command("autopipe diff plan.json other.json")
@@ -41,10 +42,18 @@ def diff(
         console.show({"same_training": found.same_training, **_data(found)})
     else:
         columns = paper.width()
+        if found.none:
+            print(f"{plan} and {other} are the same plan{_apart(first, second)}")
         for line in _lines(found, plan, other, columns):
             print(line)
     if not found.none:
         raise typer.Exit(1)
+
+
+def _apart(first: Plan, second: Plan) -> str:
+    """The parts in which two files differ of plans that do the same: `, but for source`."""
+    but = [name for name, value in vars(first).items() if value != getattr(second, name)]
+    return f", but for {', '.join(but)}" if but else ""
 
 
 def _data(difference: Difference) -> dict[str, list[dict[str, object]]]:
@@ -62,7 +71,6 @@ _FOR_PEOPLE = ("label", "shown")
 
 def _lines(found: Difference, first: Path, second: Path, columns: int) -> Iterator[str]:
     if found.none:
-        yield f"{first} and {second} are the same plan"
         return
     names = (f"in {first}", f"in {second}")
     if found.same_training:

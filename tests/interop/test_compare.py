@@ -68,6 +68,9 @@ def test_it_ends_as_diff_does(autopipe: Shell) -> None:
     replace(PLAN, fingerprint="other").save("c.json")
     same = autopipe("diff", "a.json", "a.json")
     assert (same.code, same.out) == (0, "a.json and a.json are the same plan\n")
+    replace(PLAN, source="moved.py", lengths=(12,)).save("moved.json")
+    moved = autopipe("diff", "a.json", "moved.json").out
+    assert moved == "a.json and moved.json are the same plan, but for source, lengths\n"
     way = autopipe("diff", "a.json", "b.json")
     assert way.code == 1
     assert way.out.startswith("They train the same thing; ")
