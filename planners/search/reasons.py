@@ -73,12 +73,15 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
 
     seconds = [stage.period for stage in estimate.stages]
     slowest = max(range(decision.stages), key=lambda s: seconds[s])
-    mean = sum(seconds) / len(seconds)
     entry = ranks_of(problem, config)[slowest] if config.turns else slowest
     pace = f"stage {entry} sets the pace with {numbers.seconds(seconds[slowest])} a micro-batch"
     stage = estimate.stages[slowest]
-    if stage.transfer_seconds and stage.period > stage.forward_seconds + stage.backward_seconds:
+    computing = [each.forward_seconds + each.backward_seconds for each in estimate.stages]
+    transfers = stage.transfer_seconds > 0 and stage.period > computing[slowest]
+    if transfers:
         pace += ", transfers and all"
+    alike = seconds if transfers or config.turns else computing  # of each the same as of this one
+    mean = sum(alike) / len(alike)
     if config.pp > 1 and mean > 0:
         pace += f", {percent(seconds[slowest] / mean - 1)} above the mean stage"
     reduce = estimate.spent[REDUCING]

@@ -132,10 +132,16 @@ def test_uniform_says_that_it_is_not_the_last_word() -> None:
 
 
 def test_the_slowest_stage_and_how_far_it_is_above_the_mean() -> None:
-    """3 and 1 seconds: 50 % above the mean of 2."""
-    assert PLANNERS["dynamic"](line((3.0, 1.0))).binding == (
-        "stage 0 sets the pace with 3 s a micro-batch, 50 % above the mean stage"
-    )
+    """3 and 1 seconds: 50 % above the mean of 2.
+
+    Bug: the second one's counted with its transfers, so that they seemed to be nearly equal.
+    """
+    asked = Constraints(pp=2, schedule="1f1b")
+    for link in (Link(0.0, 1e9), Link(0.9, 1e9)):
+        problem = line((3.0, 1.0), crossing=(1,), link=link, constraints=asked)
+        assert PLANNERS["dynamic"](problem).binding == (
+            "stage 0 sets the pace with 3 s a micro-batch, 50 % above the mean stage"
+        )
 
 
 def test_what_summing_gradients_takes() -> None:
