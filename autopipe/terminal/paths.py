@@ -79,7 +79,8 @@ def relative(source: str, folder: Path) -> str:
         return FOLDERS + os.path.relpath(Path(path).expanduser().resolve(), folder) + mark + query
     if names_module(source) and not Path(source).exists():
         return source
-    return os.path.relpath(Path(source).resolve(), folder)
+    file = Path(source)  # of a link the plan has its own name, which ends as a model's does
+    return os.path.relpath(file.parent.resolve() / file.name, folder)
 
 
 def model_source(plan: Plan, path: Path, command: str) -> str:
