@@ -341,6 +341,7 @@ def test_a_report_is_of_no_checkpoint(folder: str, shell: Shell) -> None:
             "--resume needs a folder of checkpoints, and none was given",
         ),
         (("--save-every", "3"), "--save-every needs a folder of checkpoints"),
+        (("--keep", "3"), "--keep needs a folder of checkpoints"),
         (
             ("--checkpoints", "kept"),
             "kept has step-00000003 of an earlier run\nhint: --resume",

@@ -99,7 +99,7 @@ class CheckpointOptions:
     save_every: Annotated[
         int | None, typer.Option(min=1, help="Steps from one checkpoint to the next.")
     ] = None
-    keep: Annotated[int, typer.Option(min=1, help="How many checkpoints stay.")] = 3
+    keep: Annotated[int | None, typer.Option(min=1, help="How many checkpoints stay; 3.")] = None
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False
@@ -116,6 +116,7 @@ class CheckpointOptions:
         if self.folder is None:
             asked = {
                 "--save-every": self.save_every is not None,
+                "--keep": self.keep is not None,
                 "--resume": self.resume,
                 "--replan": self.replan,
             }

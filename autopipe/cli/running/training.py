@@ -15,6 +15,7 @@ from autopipe.frontend.model_file import ModelFile
 from autopipe.frontend.optimizer import check_norm
 from autopipe.planfile.contents import Plan
 from autopipe.report import recorded
+from autopipe.runtime.checkpoint.checkpoints import KEEP
 from autopipe.runtime.keeping import Keeping
 from autopipe.runtime.parallelize import parallelize
 from autopipe.runtime.step.pipe import Pipe
@@ -51,7 +52,7 @@ def run(
         saving = Keeping(
             as_asked(checkpoints.folder),
             every=checkpoints.save_every,
-            keep=checkpoints.keep,
+            keep=checkpoints.keep or KEEP,
             resume=checkpoints.resume,
             seed=training.seed,
         )
