@@ -33,6 +33,7 @@ from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.launch.spawn import spawn
+from autopipe.schedules.registry import SCHEDULES
 from autopipe.tracing.source import keeping_default_dtype
 from autopipe.util.progress import Say
 
@@ -93,7 +94,8 @@ def check_model(
         return planned(shrunk(file, smaller), few, asked, say)
 
     check = CheckRun(source, file, make_plan, say, start, closer="precision" not in words)
-    return check.of(degrees, fewer_ranks(degrees))
+    written = words.get("schedule") not in (None, *SCHEDULES)
+    return check.of(degrees, fewer_ranks(degrees, written=written))
 
 
 def _in(precision: str) -> dict[str, Any]:

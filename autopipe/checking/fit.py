@@ -20,6 +20,8 @@ from autopipe.checking.subject import Smaller
 from autopipe.cluster.spec import parse
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.planfile.contents import Plan
+from autopipe.planners.driver.arguments import as_written, schedule_of
+from autopipe.schedules.instructions import holders
 from autopipe.tracing.source import parameter_bytes
 from autopipe.util import host_memory, numbers
 
@@ -169,11 +171,20 @@ def usual_degrees(
         asked: the degrees among pp, tp, dp and micro_batches that were asked for.
         cluster: "local:N" or "cpu:N"; a pipeline without a given degree takes its processes.
         rows: rows of the batch; None: two for each micro-batch.
-        words: other constraints, which also say whether ranks have several stages.
+        words: other constraints, which also say whether ranks have several stages. A schedule from
+            a file fixes pp and micro_batches.
 
     Raises:
-        AutopipeError: the cluster has another number of processes, or rows do not divide.
+        AutopipeError: the cluster has another number of processes, rows do not divide, or the
+            schedule from a file is for others than those asked for.
     """
+    schedule, programs = schedule_of(words.get("schedule"), words.get("chunks"))
+    chunks = {"interleaved": words.get("chunks") or 2, "zb-v": 2}.get(schedule or "", 1)
+    if programs:
+        chunks = len(holders(programs)) // len(programs)
+        asked_pp, asked_m = asked.get("pp"), asked.get("micro_batches")
+        fixed = zip(("pp", "micro_batches"), as_written(programs, asked_pp, asked_m), strict=True)
+        asked = {**asked, **dict(fixed)}
     pp, tp, dp = (asked.get(name, 1) for name in ("pp", "tp", "dp"))
     processes = None if cluster is None else parse(cluster).num_devices
     if not {"pp", "tp", "dp"} & asked.keys():
@@ -185,7 +196,6 @@ def usual_degrees(
             f"pp={pp} dp={dp} tp={tp} are {pp * tp * dp} processes, and {cluster} has {processes}",
             hint="leave --cluster out",
         )
-    chunks = {"interleaved": words.get("chunks") or 2, "zb-v": 2}.get(words.get("schedule", ""), 1)
     m = asked.get("micro_batches", 2 * pp)
     if rows is not None and rows % (dp * m) and "micro_batches" in asked:
         raise AutopipeError(

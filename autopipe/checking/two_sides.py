@@ -39,6 +39,7 @@ from autopipe.rewriting.label_counts import label_counts
 from autopipe.rewriting.projections import sets_norms
 from autopipe.runtime.start import trace_planned
 from autopipe.tracing.traced import Trace
+from autopipe.util.numbers import count
 from autopipe.util.progress import Say, phase
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -125,8 +126,9 @@ class TwoSides:
     def _run_ranks(self, folder: Path, start: Spawn) -> int:
         """Run the ranks, which write their steps into the folder; returns their exit code."""
         ranks = len(self.case.plan.mesh.places)
-        self.say(f"two steps of {ranks} ranks, and of the unsplit model")
-        with phase(f"running {ranks} ranks"):
+        number = count(ranks, "rank")
+        self.say(f"two steps of {number}, and of the unsplit model")
+        with phase(f"running {number}"):
             code = start(ranks, ["check", str(folder)])
         if code == INTERRUPTED:
             raise KeyboardInterrupt

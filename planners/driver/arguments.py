@@ -29,7 +29,7 @@ from autopipe.planners.model.problem import EAGER, WRITTEN, Constraints
 from autopipe.planners.search.registry import PLANNERS
 from autopipe.report import schedule_page
 from autopipe.runtime.probe.probe import local_cluster, this_machine
-from autopipe.schedules.instructions import Programs, holders
+from autopipe.schedules.instructions import Programs, stages_of
 from autopipe.schedules.registry import SCHEDULES
 from autopipe.stages.precision import PRECISIONS
 from autopipe.tracing.traced import Trace
@@ -146,8 +146,8 @@ def schedule_of(
         chunks, depth: as asked for; `plan` explains them.
 
     Raises:
-        ScheduleError: the file holds no schedule, or the schedule has another number of stages on
-            each rank.
+        ScheduleError: the file holds no schedule, its ranks have unlike numbers of stages, or the
+            schedule has another number of stages on each rank.
     """
     programs: Programs = ()
     if schedule is None:
@@ -156,7 +156,14 @@ def schedule_of(
         has = None if schedule is None else SCHEDULES[schedule].chunks
     else:
         programs = schedule_page.from_file(Path(schedule))
-        has = len(holders(programs)) // len(programs)
+        has, *others = (len(stages_of(program)) for program in programs)
+        if {*others} - {has}:
+            counts = ", ".join(map(str, (has, *others)))
+            raise ScheduleError(
+                f"{schedule}: a plan has equally many stages on each rank, and its ranks have "
+                f"{counts}",
+                hint="`autopipe simulate` draws such a schedule",
+            )
     if has is not None and chunks not in (None, has):
         raise ScheduleError(
             f"chunks={chunks} was asked for, and {schedule} puts {count(has, 'stage')} on each "

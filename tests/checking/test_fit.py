@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -88,6 +90,17 @@ def test_what_cannot_be_made_to_fit_is_refused(monkeypatch: pytest.MonkeyPatch) 
         list(smaller_models(without_widths, degrees(2, 1, 1), tokens=1))
     assert "that is free is 4.0 GiB" in refused.value.message
     assert "fewer layers" in str(refused.value.hint)
+
+
+def test_a_schedule_from_a_file_says_its_own_sizes(tmp_path: Path) -> None:
+    """Bug: those of a pipeline of two were said to have been asked for."""
+    path = tmp_path / "steps.txt"
+    path.write_text("rank 0: 0F0 3F0 3B0 0B0\nrank 1: 1F0 1B0 4F0 4B0\nrank 2: 2F0 2B0 5F0 5B0\n")
+    words = {"schedule": str(path)}
+    found = usual_degrees({}, None, 8, words)
+    assert (found.pp, found.chunks, found.micro_batches, found.rows) == (3, 2, 1, 8)
+    with pytest.raises(AutopipeError, match="pp=2 was asked for, and the schedule is written for"):
+        usual_degrees({"pp": 2}, None, None, words)
 
 
 def test_without_a_plan_it_is_a_pipeline_of_two() -> None:

@@ -13,6 +13,12 @@ from tests.support.shell import Shell
         ("rank 0: 0F0 0WAIT_B0<1", "", "steps.txt: rank 0: expected compute alone, found 0WAIT"),
         ("rank 0: forward", "", "steps.txt: rank 0: expected an instruction, found 'forward'"),
         (
+            "rank 0: 0F0 2F0 2B0 0B0\nrank 1: 1F0 1B0",
+            "--pp 2",  # Bug: an IndexError
+            "steps.txt: a plan has equally many stages on each rank, and its ranks have 2, 1\n\n"
+            "hint: `autopipe simulate` draws such a schedule",
+        ),
+        (
             "rank 0: 0F0 0B0\nrank 1: 1F0 1B0",
             "--pp 4",
             "pp=4 was asked for, and the schedule is written for pp=2\n\nhint: leave pp out, or ",
