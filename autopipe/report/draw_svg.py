@@ -135,6 +135,8 @@ class _Picture:
         yield "</svg>"
 
     def _head(self, title: str) -> Iterator[str]:
+        most = self.inner // 15  # letters that leave room for the step to the right
+        title = title if len(title) <= most else title[: most - 3] + "..."
         yield f'<text x="{_LEFT}" y="32" font-size="17" font-weight="600">{escape(title)}</text>'
         yield (
             f'<text x="{self.width - _RIGHT}" y="32" font-size="14" text-anchor="end">predicted '

@@ -58,6 +58,8 @@ def test_the_title_tells_the_predicted_step():
     timeline = simulate(one_f_one_b(2, 3), Costs.even(2, 1e-3, 2e-3))
     found = texts(parsed(timeline, title="1f1b <of two>"))
     assert found[:2] == ["1f1b <of two>", "predicted step 12 ms, bubble 25 %"]
+    long, beside, *_ = texts(parsed(timeline, title=f"{'of two ' * 20}.json"))
+    assert long == f"{'of two ' * 9}of two..." and beside == found[1]  # which it would cover
     assert {"rank 0", "rank 1", "forward", "backward"} <= set(found)
     assert [text for text in found if text and text.endswith("ms")] == [
         *("2 ms", "4 ms", "6 ms", "8 ms", "10 ms", "12 ms")
