@@ -76,10 +76,13 @@ _CHANGES = {
 
 
 def _change(plan: Plan, name: str) -> str:
+    """What makes the part smaller, but for what the plan does already or cannot do."""
     if plan.compiled and name in ("other_ops", "launches"):
         return "they are fused already: more rows in a micro-batch, or fewer devices"
-    if name == "filling" and splits(programs.compute(plan)):
+    if name == "filling" and (plan.zero == 3 or splits(programs.compute(plan))):
         return "ranks wait while the pipeline fills and drains: more micro-batches, or fewer stages"
+    if name == "transfers" and any(boundary.depth for boundary in plan.boundaries):
+        return "activations wait for the link: larger depth and window"
     return _CHANGES[name]
 
 

@@ -6,14 +6,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-from autopipe.page import losses
+from autopipe.page import advice, losses
 from autopipe.page.contents import contents_of
 from autopipe.page.steps import MOST_BOXES
 from autopipe.page.waterfall import bubble
 from autopipe.page.write import page
 from autopipe.planfile import predict
 from autopipe.planfile.contents import Plan
-from autopipe.planfile.parts import Memory
+from autopipe.planfile.parts import Boundary, Memory
 from autopipe.report.recorded import MeasuredRun, Recording, Slice
 from autopipe.schedules.instructions import parse
 from tests.support.plans import chain, example_plan, in_turns
@@ -126,6 +126,17 @@ def test_the_bubble_is_what_the_bars_say_of_waiting() -> None:
 def test_printed_shares_of_a_step_add_up() -> None:
     shares = [bar.share for bar in contents_of(example_plan(), "plan").waterfall.planned]
     assert sum(round(10 * float(share.removesuffix(" %"))) for share in shares) == 1000
+
+
+def test_no_advice_is_what_a_plan_does_already_or_cannot() -> None:
+    plan = chain(2, 4)
+    parts = {"filling": 1.0, "transfers": 1.0}
+    usual = "".join(each.change for each in advice.of_plan(plan, parts))
+    assert "zb-h1" in usual and "eager-1f1b" in usual
+    stages = tuple(replace(stage, zero=3) for stage in plan.stages)
+    eager = replace(plan, schedule="eager-1f1b", boundaries=(Boundary(2, 1),), stages=stages)
+    own = "".join(each.change for each in advice.of_plan(eager, parts))
+    assert "zb-h1" not in own and "eager-1f1b" not in own
 
 
 def test_a_rank_that_takes_turns_computes_its_own_micro_batches_alone() -> None:
