@@ -138,11 +138,12 @@ def _to_transformers(stored: Stored, output: Path, config: Path, dtype: torch.dt
     unknown = convert.strangers(stored, config)
     convert.to_folder(stored, output, config, dtype)
     if unknown:
+        more = f", nor {len(unknown) - 1} more of the names" if unknown[1:] else ", a name"
         tell(
-            f"warning: {config}'s weights have no {unknown[0]!r}, nor "
-            f"{len(unknown) - 1} more of the names in {output}: transformers leaves out "
-            "what its class has not, and initialises what it misses; LoRA is to be merged "
-            "first, from -o FILE.safetensors; experts that it stacks as it reads need nothing"
+            f"warning: {config}'s weights have no {unknown[0]!r}{more} in {output}: transformers "
+            "leaves out what its class has not, and initialises what it misses; LoRA is to be "
+            "merged first, from -o FILE.safetensors; experts that it stacks as it reads need "
+            "nothing"
         )
 
 

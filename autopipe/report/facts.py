@@ -44,7 +44,8 @@ def decided(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "schedule",
-            f"{plan.schedule}; a step's {count(batch.rows, 'row')}{tokens} go through in "
+            f"{plan.schedule}; a step's {count(batch.rows, 'row')}{tokens} "
+            f"{'goes' if batch.rows == 1 else 'go'} through in "
             f"{count(batch.micro_batches, 'micro-batch', 'micro-batches')}{replicas}, of b = "
             f"{count(rows, 'row')} each",
         ),
