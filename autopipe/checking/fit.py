@@ -178,7 +178,7 @@ def usual_degrees(
         AutopipeError: the cluster has another number of processes, rows do not divide, or the
             schedule from a file is for others than those asked for.
     """
-    schedule, programs = schedule_of(words.get("schedule"), words.get("chunks"))
+    schedule, programs = schedule_of(*map(words.get, ("schedule", "chunks", "depth")))
     chunks = {"interleaved": words.get("chunks") or 2, "zb-v": 2}.get(schedule or "", 1)
     if programs:
         chunks = len(holders(programs)) // len(programs)

@@ -86,20 +86,6 @@ def check_numbers(asked: Constraints, batch_size: int | None) -> None:
             )
 
 
-def loss_parts_of(asked: int | str | None) -> int | None:
-    """The parts of the loss that were asked for, 0 for none; None: the planner chooses.
-
-    Raises:
-        AutopipeError: it is neither a number of parts nor one of the words.
-    """
-    if asked is None or asked == "auto":
-        return None
-    text = "0" if asked == "off" else str(asked)
-    if not text.isdecimal():
-        raise AutopipeError(f"loss_parts is {asked!r}", hint="auto, off, or a number of parts")
-    return int(text)
-
-
 def turns_of(asked: str | Sequence[int] | None) -> tuple[int, ...] | None:
     """The ranks that take turns at each stage; empty: one each; None: the planner chooses.
 

@@ -30,6 +30,20 @@ SHARE = 1 / 64
 """Of a device's memory that they must take besides: for less it is not worth planning twice."""
 
 
+def loss_parts_of(asked: int | str | None) -> int | None:
+    """The parts of the loss that were asked for, 0 for none; None: the planner chooses.
+
+    Raises:
+        AutopipeError: it is neither a number of parts nor one of the words.
+    """
+    if asked is None or asked == "auto":
+        return None
+    text = "0" if asked == "off" else str(asked)
+    if not text.isdecimal():
+        raise AutopipeError(f"loss_parts is {asked!r}", hint="auto, off, or a number of parts")
+    return int(text)
+
+
 def best_loss(job: Job, watch: Stopwatch, say: Say) -> Plan:
     """The best plan, with the loss as asked for, or else whole or in parts, as is faster.
 

@@ -25,7 +25,7 @@ from autopipe.planfile.contents import ROWS, Plan, signed
 from autopipe.planners.costs.precision_of import need
 from autopipe.planners.driver import arguments, precisions
 from autopipe.planners.driver.checked_trace import traced_model
-from autopipe.planners.driver.loss_parts import best_loss
+from autopipe.planners.driver.loss_parts import best_loss, loss_parts_of
 from autopipe.planners.driver.request import (
     Job,
     PlanRequest,
@@ -205,7 +205,7 @@ def plan(
         planner=planner,
         sequence_parallel=sequence_parallel,
         loss_over=loss_over,
-        loss_parts=arguments.loss_parts_of(loss_parts),
+        loss_parts=loss_parts_of(loss_parts),
         lengths=arguments.lengths_of(inputs, lengths),
         source=source,
     )

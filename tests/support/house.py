@@ -56,8 +56,8 @@ MAY_IMPORT = {
     "tracing.capture tracing sharding rewriting rows stages joint planners.model planners.search "
     "planners.costs runtime.probe",
     "planners.formulas": "util cluster schedules planfile scaling ir batch frontend "
-    "tracing.capture tracing sharding rewriting rows stages joint planners.model planners.saved "
-    "planners.costs planners.driver",
+    "tracing.capture tracing sharding rewriting rows stages joint planners.model planners.search "
+    "planners.saved planners.costs planners.driver",
     "checking": "util cluster schedules planfile ir batch frontend eager opaque.calls opaque "
     "tracing.capture tracing sharding rewriting stages planners.driver runtime.launch runtime.step "
     "runtime",
