@@ -313,7 +313,7 @@ def _with_what_is_never_cut(refusal: TooFewUnits, trace: Trace) -> InfeasibleErr
 def _help_of_other_degrees(job: Job, watch: Stopwatch) -> list[Help]:
     """If a degree was asked for, a sentence with the lowest other degree at which a plan fits."""
     asked = job.constraints.tp
-    if asked is None:
+    if asked is None or "tp" in job.constraints.ruled_out:
         return []
     for tp in degrees(job.cluster, None, job.traced.graph)[0]:
         with suppress(AutopipeError):  # it may not divide the batch, or the model

@@ -275,7 +275,7 @@ def as_optimizer_allows(
         return constraints
     effect, instead = measured.WORDS[granularity]
     alone = granularity in (measured.TENSOR, measured.ELSEWHERE)
-    names = ("zero", "tp", "pp")[: 2 if alone else 3]
+    names: tuple[str, ...] = ("zero", "tp") if alone else ("zero", "tp", "pp")
     for name in names:
         wish, unsplit = getattr(constraints, name), int(name != "zero")
         if wish not in (None, unsplit):
@@ -286,7 +286,7 @@ def as_optimizer_allows(
             )
     without = "ZeRO or tensor parallelism" + " or pipelines" * (not alone)
     say(f"optimizer: it {effect}, and no rank gets a part of that: without {without}")
-    allowed = replace(constraints, zero=0, tp=1)
+    allowed = replace(constraints, zero=0, tp=1, ruled_out=names)
     return allowed if alone else replace(allowed, pp=1)
 
 

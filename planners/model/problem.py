@@ -141,6 +141,8 @@ class Constraints:
         offload: the numbers of the blocks that offload, and no others.
         turns: the number of ranks that take turns at each stage; empty: one each.
         micro_batch_size: rows of a micro-batch, from which their number follows in each mesh.
+        ruled_out: those of zero, tp and pp that may have no other value: the optimizer would not
+            change parameters as it does in one process.
     """
 
     pp: int | None = None
@@ -159,6 +161,7 @@ class Constraints:
     offload: tuple[int, ...] | None = None
     turns: tuple[int, ...] | None = None
     micro_batch_size: int | None = None
+    ruled_out: tuple[str, ...] = ()
 
 
 EAGER = "eager-1f1b"

@@ -7,6 +7,8 @@ pp=2                 any number of stages       these devices      1, 2, 4 ... m
                                                                    until a plan fits, then the
                                                                    fewest with which one fits
 all constraints      none, if nothing above helps
+
+What the optimizer rules out is not tried (`Constraints.ruled_out`).
 """
 
 from __future__ import annotations
@@ -148,12 +150,15 @@ def _changes(problem: Problem) -> Iterator[tuple[str, list[Problem]]]:
     if zeros:
         yield "zero", [replace(problem, zeros=(zero,)) for zero in zeros]
     for name in ("micro_batches", "micro_batch_size", "schedule", "pp", "dp"):
-        if getattr(asked, name) is not None and not asked.programs:
+        fixed = bool(asked.programs) or name in asked.ruled_out
+        if getattr(asked, name) is not None and not fixed:
             yield name, [replace(problem, constraints=replace(asked, **{name: None}))]  # type: ignore[arg-type]
 
 
 def _more_zeros(problem: Problem) -> list[int]:
-    """The ZeRO stages above those that the problem has to choose from."""
+    """The ZeRO stages above the one that was asked for."""
+    if "zero" in problem.constraints.ruled_out or len(problem.zeros) > 1:
+        return []
     return [zero for zero in ZERO if zero > max(problem.zeros)]
 
 
@@ -163,7 +168,8 @@ def _free(problem: Problem) -> Iterator[Problem]:
     zeros = (*problem.zeros, *_more_zeros(problem))
     free = replace(asked, recompute=None)
     if not asked.programs:
-        free = replace(free, micro_batches=None, micro_batch_size=None, pp=None, dp=None)
+        pp = asked.pp if "pp" in asked.ruled_out else None
+        free = replace(free, micro_batches=None, micro_batch_size=None, pp=pp, dp=None)
     yield replace(problem, constraints=free, zeros=zeros)
     if not asked.programs and asked.schedule is not None:
         yield replace(problem, constraints=replace(free, schedule=None), zeros=zeros)

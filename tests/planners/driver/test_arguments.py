@@ -121,14 +121,14 @@ def test_an_optimizer_gets_no_parts_of_what_it_changes_as_a_whole() -> None:
     free = Constraints(pp=2)
     assert as_optimizer_allows(free, "adamw", said.append) == free
     assert said == []
-    assert as_optimizer_allows(free, "muon", said.append) == Constraints(pp=2, zero=0, tp=1)
+    alone = Constraints(pp=2, zero=0, tp=1, ruled_out=("zero", "tp"))
+    assert as_optimizer_allows(free, "muon", said.append) == alone
     assert said == [
         "optimizer: it changes each parameter as a whole, and no rank gets a part of that: without "
         "ZeRO or tensor parallelism"
     ]
-    assert as_optimizer_allows(Constraints(), Together, said.append) == Constraints(
-        1, None, 1, zero=0
-    )
+    whole = Constraints(1, None, 1, zero=0, ruled_out=("zero", "tp", "pp"))
+    assert as_optimizer_allows(Constraints(), Together, said.append) == whole
     for asked, make, name in (
         (Constraints(zero=1), "muon", "zero=1"),
         (Constraints(tp=2), Lamb, "tp=2"),
@@ -144,7 +144,7 @@ def test_an_optimizer_that_draws_has_all_parameters_on_each_rank() -> None:
     """Bug: it was said to change all parameters together."""
     said: list[str] = []
     kept = as_optimizer_allows(Constraints(dp=2), Langevin, said.append)
-    assert kept == Constraints(1, 2, 1, zero=0)
+    assert kept == Constraints(1, 2, 1, zero=0, ruled_out=("zero", "tp", "pp"))
     assert said == [
         "optimizer: it draws random numbers, and no rank gets a part of that: without ZeRO or "
         "tensor parallelism or pipelines"

@@ -148,6 +148,18 @@ def test_the_least_zero_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [words.split(" (")[0] for words in said] == [zero]
 
 
+def test_what_an_optimizer_rules_out_is_no_help() -> None:
+    """Bug: zero 1 and pp=2 were hints, and then refused: it changes what ranks would have parts of
+    as a whole."""
+    asked = replace(ONE, dp=None, pp=1, zero=0)
+    problem = replace(FOUR, machine=machine(2, 1300), constraints=asked)
+    assert {words.split(" (")[0] for words in helps(problem)} >= {"zero 1", "pp=2"}
+    whole = asking(problem, ruled_out=("zero", "tp", "pp"))
+    assert not {"zero 1", "zero 3", "pp=2"} & {words.split(" (")[0] for words in helps(whole)}
+    every = replace(problem, zeros=(0, 1, 2))  # all that there are for this model
+    assert "zero 3" not in {words.split(" (")[0] for words in helps(every)}
+
+
 def test_where_nothing_helps_nothing_is_said() -> None:
     """A unit alone is more than a device."""
     assert helps(line((1.0,) * 4, memory=399)) == []
