@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from autopipe.cluster.collective_time import Level, Levels
-from autopipe.planners.model.devices import DeviceGroup
+from autopipe.planners.model.devices import DeviceGroup, Machine
 from autopipe.planners.model.problem import (
     FEWEST_CHUNKS,
     Config,
@@ -175,7 +175,6 @@ def place_of(
         of = replace(of, levels=machine.levels(config.dp, group, turns))
     beyond = problem.seen_beyond(config)
     last = group + turns - 1
-    end = placement(problem.constraints, config.schedule, config.pp, config.chunks)[-1]
     return StagePlace(
         held,
         replace(of, memory=of.memory - beyond) if beyond else of,
@@ -183,31 +182,33 @@ def place_of(
         chunks_of(problem.constraints, config.schedule, config.chunks),
         turns,
         waiting,
-        _tied(problem, config, range(group, group + turns), end),
+        _tied(problem, config, range(group, group + turns)),
     )
 
 
-@lru_cache(maxsize=4096)
-def _tied(problem: Problem, config: Config, own: range, end: int) -> Levels:
-    """`StagePlace.tied`.
-
-    Args:
-        own: the numbers of the stage's groups.
-        end: that of the last stage's.
-    """
-    if end in own or not _ties(problem):
+def _tied(problem: Problem, config: Config, own: range) -> Levels:
+    """`StagePlace.tied`, of a stage on these groups."""
+    end = _last_group(problem, config)
+    if end is None or end in own:
         return ()
-    dp, topology = config.dp, problem.machine.topology
-    groups = [range(number * dp, (number + 1) * dp) for number in (*own, end)]
-    if config.scatters:  # each replica sums its rows
-        return topology.levels([first for first, *_ in groups])
-    return topology.levels([device for devices in groups for device in devices])
+    return _joined(problem.machine, config.dp, (*own, end), config.scatters)
 
 
-@lru_cache(maxsize=64)
-def _ties(problem: Problem) -> bool:
-    """Whether several units use a parameter."""
-    return any(len(parameter.units) > 1 for parameter in problem.parameters)
+@lru_cache(maxsize=1024)
+def _last_group(problem: Problem, config: Config) -> int | None:
+    """The group of the last stage, in rank order; None: no units share a parameter."""
+    if all(len(parameter.units) == 1 for parameter in problem.parameters):
+        return None
+    return placement(problem.constraints, config.schedule, config.pp, config.chunks)[-1]
+
+
+@lru_cache(maxsize=4096)
+def _joined(machine: Machine, dp: int, groups: tuple[int, ...], scattered: bool) -> Levels:
+    """The levels of links among groups; of scattered gradients each replica sums its own rows."""
+    firsts, topology = [group * dp for group in groups], machine.topology
+    if scattered:
+        return topology.levels(firsts)
+    return topology.levels([device for first in firsts for device in range(first, first + dp)])
 
 
 def profile_of(problem: Problem, dp: int, micro_batches: int) -> Profile | None:
