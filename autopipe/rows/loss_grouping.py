@@ -8,9 +8,9 @@
 
 Neither the model nor its weights are needed. The results of the last ops with parameters are
 replaced by random values, drawn once for all rows, and each half gets its rows of them. The rest is
-computed on the example's labels and masks, and on such as leave some out where these do not, in
-float64, so that rounding cannot explain a difference. Where that takes much memory, as logits of
-many tokens and words do, it is the loss of rows with fewer tokens.
+computed on the example's labels and masks, on such as leave some out where these do not, and on
+lower ones; in float64, so that rounding cannot explain a difference. Where that takes much memory,
+as logits of many tokens and words do, it is the loss of rows with fewer tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import READ_OP, REGION_OP, Input
 from autopipe.planfile.contents import BATCH as OVER_BATCH
 from autopipe.planfile.contents import MICRO_BATCH
-from autopipe.rewriting.label_counts import LabelCounts, label_counts, leaving_out
+from autopipe.rewriting.label_counts import LabelCounts, label_counts, leaving_out, lower
 from autopipe.rows.loss_tail import loss_nodes
 from autopipe.rows.row_dims import RowsUnknown
 from autopipe.rows.row_mixing import puts_rows_back
@@ -137,6 +137,7 @@ def _why_unchecked(
         read = {v.path for node in tail.nodes for v in node.values() if isinstance(v, Input)}
         holes = leaving_out(first, read) if not traced.reads else []
         tried += [(holed, 2, " and a batch of which masks leave some out") for holed in holes]
+        tried += [(lower(first, read), 2, " and a batch of lower numbers")] if holes else []
     for rows, draws, holes_text in tried:
         halves = [slice_rows(traced.inputs, rows, n, n + HALF) for n in (0, HALF)]
         try:

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from autopipe import SumCount
 from autopipe.errors import ModelError
-from tests.support.grouped_losses import OTHERWISE, WIDTH, checked
+from tests.support.grouped_losses import OTHERWISE, WIDTH, checked, inputs
 
 
 def hard(outputs, batch):
@@ -101,3 +101,15 @@ def test_masks_of_two_halves_may_count_alike_by_chance():
 
     with pytest.raises(ModelError, match="rows weigh unequally"):
         checked(MASKED["chosen"], inputs=lengths)
+
+
+def test_lengths_of_an_example_may_be_equal():
+    """Bug: a mean over the longest row's tokens, which is another in each micro-batch."""
+
+    def padded(outputs, batch):
+        there = torch.arange(WIDTH) < batch["length"][:, None]
+        return (outputs.square() * there).sum() / (batch["length"].max() * len(outputs))
+
+    equal = lambda rows: inputs(rows) | {"length": torch.full((rows,), WIDTH)}  # noqa: E731
+    with pytest.raises(ModelError, match="and a batch of lower numbers"):
+        checked(padded, inputs=equal)
