@@ -286,8 +286,8 @@ def _share(dims: tuple[Dim, ...], half: float) -> Dim:
 
 def _rate(device: Device, dtype: torch.dtype, cost: NodeCost) -> float:
     """Without a matmul the rate hardly matters: fp32's rate is used for any dtype."""
-    name = rate_name(dtype)
-    if name not in device.flops and not cost.dims:
+    name, multiplies = rate_name(dtype), bool(cost.dims) or cost.model_flops != 0
+    if name not in device.flops and not multiplies:
         name = "fp32" if "fp32" in device.flops else next(iter(device.flops))
     if name not in device.flops:
         raise AutopipeError(
@@ -296,7 +296,7 @@ def _rate(device: Device, dtype: torch.dtype, cost: NodeCost) -> float:
             hint=f"add {name!r} to the device's flops in the cluster file",
         )
     # A product of complex numbers is four of real ones.
-    return device.flops[name] / (4 if dtype.is_complex and cost.dims else 1)
+    return device.flops[name] / (4 if dtype.is_complex and multiplies else 1)
 
 
 def _evaluate(formulas: Sequence[Dim], rows: int) -> NDArray[np.float64]:

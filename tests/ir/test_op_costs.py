@@ -344,6 +344,13 @@ def test_a_matrix_product_in_a_dtype_without_a_rate_is_refused(dtype, name):
     )
 
 
+def test_so_is_a_product_of_any_number_of_dims():
+    """Bug: an einsum in bf16 had the rate of fp32 on a T4, and its plan ended in a KeyError."""
+    einsum = replace(product(torch.bfloat16, dims=()), model_flops=1e9)
+    with pytest.raises(AutopipeError, match="the model computes in bf16, and made up has no rate"):
+        seconds([einsum], 1, DEVICE)
+
+
 def test_what_multiplies_no_matrices_is_as_fast_in_any_dtype():
     """Its bytes say how long it takes."""
     one = product(torch.float64, dims=())
