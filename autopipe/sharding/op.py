@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from autopipe.ir.dataflow import Dataflow, gradient_values
 from autopipe.ir.graph import Dim, Graph, Node, Ref, State, Value, arguments, at_batch, at_sequence
-from autopipe.planfile.placements import BIG, I, Placement, R, divides
+from autopipe.planfile.placements import BIG, I, Placement, R, divides, part
 
 UNEVEN = 16
-"""A dim that the ranks do not divide is sharded unevenly if each rank gets at least this many
-elements: the largest part is then at most 1/16 above its share. Vocabularies are such dims."""
+"""A dim that the ranks do not divide is sharded unevenly if it has at least this many elements for
+each: the largest part is then at most 1/16 above its share. Vocabularies are such dims."""
 
 
 class Strategy(NamedTuple):
@@ -36,8 +36,8 @@ Shards = Callable[[Value], Iterable[Placement]]
 class Model:
     """The facts that rules read about a graph to be sharded over `ranks` ranks.
 
-    If the sequence is a symbol, rules see rows of `length` tokens. Of a dim that the ranks do not
-    divide each gets at least `least` elements.
+    If the sequence is a symbol, rules see rows of `length` tokens. A dim that the ranks do not
+    divide has at least `least` elements for each.
     """
 
     flow: Dataflow
@@ -107,7 +107,9 @@ class Model:
         size = shape[placement.dim]
         if divides(size, placement.segments, self.ranks):
             return True
-        return placement.segments == 1 and size % BIG != 0 and size >= self.least * self.ranks
+        if placement.segments != 1 or size % BIG == 0 or size < self.least * self.ranks:
+            return False
+        return part(size, self.ranks, self.ranks - 1)[1] > 0
 
     def divides(self, value: Value, placement: Placement) -> bool:
         """Whether all ranks get equal parts."""

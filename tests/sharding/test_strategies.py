@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopipe.ir.dataflow import analyse
-from autopipe.ir.graph import REGION_OP, State
+from autopipe.ir.graph import REGION_OP, Ref, State
 from autopipe.ir.opaque_ops import FUNCTION_OP
 from autopipe.planfile.placements import I, P, Placement, R, S
 from autopipe.sharding.op import Model, Op, Strategy
@@ -358,6 +358,8 @@ def test_of_nothing_there_are_no_parts() -> None:
     graph = trace_model(model, lambda rows: (noise(rows, 4, 8, 12),)).graph
     facts, weight = Model(analyse(graph), 2), State("weights.0")
     assert not any(facts.can_shard(weight, S(dim)) for dim in (0, 1))
+    # Nor is there one for the last of seven ranks, whose parts of 8 are 2 2 2 2 0 0 0.
+    assert not Model(analyse(graph), 7, least=1).can_shard(Ref("slice/1"), S(2))
 
 
 class KeepsTheUpperBits(nn.Module):
