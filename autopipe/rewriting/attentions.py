@@ -176,7 +176,7 @@ def _scaled(flow: Dataflow, node: Node) -> Scores | None:
     a, b = node.args[:2]
     if node.short == "mul" and not isinstance(a, Ref):
         a, b = b, a
-    factor, found = _number(flow.graph, b), _scores(flow, a)
+    factor, found = _number(flow, b), _scores(flow, a)
     if not factor or found is None or found.mask is not None:
         return None
     scale = found.scale * factor if node.short == "mul" else found.scale / factor
@@ -189,7 +189,7 @@ def _masked(
     """Scores with a mask, which carries no gradient and is no larger than they are."""
     if not isinstance(mask, Ref | Input | State) or mask in gradient_values(flow.graph):
         return None
-    found, number = _scores(flow, scores), _number(flow.graph, low)
+    found, number = _scores(flow, scores), _number(flow, low)
     if found is None or found.mask is not None:
         return None
     if low is not None and (number is None or number > LOWEST):
@@ -209,31 +209,36 @@ def _masks(flow: Dataflow, value: object) -> bool:
     if writers:
         writer = graph.nodes[writers[0]]
         alone = len(writers) == 1 and writers[0] <= position and writer.short == "masked_fill_"
-        return alone and _filled(graph, root, 0.0) and _number(graph, writer.args[2]) == -math.inf
+        return alone and _filled(flow, root, 0.0) and _number(flow, writer.args[2]) == -math.inf
     given = arguments(node)
     match node.short:
         case "masked_fill":
-            return (
-                _filled(graph, given["self"], 0.0) and _number(graph, given["value"]) == -math.inf
-            )
+            number = _number(flow, given["value"])
+            return _all_of(flow, given["self"], 0.0) and number == -math.inf
         case "where" if "other" in given:
-            return {_number(graph, given[n]) for n in ("self", "other")} == {0.0, -math.inf}
+            return {_number(flow, given[n]) for n in ("self", "other")} == {0.0, -math.inf}
         case "triu" | "tril":
-            return _filled(graph, node.args[0], -math.inf)
+            return _all_of(flow, node.args[0], -math.inf)
         case "to" | "_to_copy" | "view" | "reshape" | "expand" | "unsqueeze" | "slice" | "clone":
             return _masks(flow, node.args[0])
     return False
 
 
-def _filled(graph: Graph, value: object, number: float) -> bool:
-    """Whether a tensor is made of one number alone."""
-    node = maker(graph, value)
+def _all_of(flow: Dataflow, value: object, number: float) -> bool:
+    """Whether a tensor has one number alone."""
+    written = isinstance(value, Ref) and flow.root[value] in flow.writers
+    return not written and _filled(flow, value, number)
+
+
+def _filled(flow: Dataflow, value: object, number: float) -> bool:
+    """Whether a tensor is made of one number alone; it may have others where it is written."""
+    node = maker(flow.graph, value)
     if node is None:
         return False
     if node.short in ("zeros", "zeros_like", "new_zeros"):
         return number == 0.0
     filled = node.short in ("full", "full_like", "new_full")
-    return filled and _number(graph, arguments(node)["fill_value"]) == number
+    return filled and _number(flow, arguments(node)["fill_value"]) == number
 
 
 def _to_product(flow: Dataflow, softmax: Node) -> tuple[Node, ...]:
@@ -245,8 +250,8 @@ def _to_product(flow: Dataflow, softmax: Node) -> tuple[Node, ...]:
             return ()
         (node,) = readers
         if node.short in ("matmul", "bmm"):
-            first, *_ = node.values()
-            return (*found, node) if first == Ref(found[-1].name) else ()
+            (weights, values), mine = node.values(), Ref(found[-1].name)
+            return (*found, node) if weights == mine and values != mine else ()
         if not _is_cast(node) and node.short != "dropout":
             return ()
         found.append(node)
@@ -285,15 +290,18 @@ def _before_transpose(graph: Graph, value: Value, *, grad: bool) -> Value | None
     return node.values()[0] if swapped else None
 
 
-def _number(graph: Graph, arg: object) -> float | None:
+def _number(flow: Dataflow, arg: object) -> float | None:
     """The number that an argument is: itself, or a constant or a `full` of no dims."""
     if isinstance(arg, int | float) and not isinstance(arg, bool):
         return float(arg)
-    if isinstance(arg, State) and arg.name in graph.constants:
-        tensor = graph.constants[arg.name]
-        return float(tensor) if tensor.ndim == 0 else None
-    node = maker(graph, arg)
+    if not isinstance(arg, Ref | State) or flow.root[arg] in flow.writers:
+        return None
+    if isinstance(arg, State):
+        tensor = flow.graph.constants.get(arg.name)
+        return float(tensor) if tensor is not None and tensor.ndim == 0 else None
+    node = maker(flow.graph, arg)
     given = arguments(node) if node and node.short in ("full", "scalar_tensor") else {}
     if not given or given.get("size"):
         return None
-    return _number(graph, given.get("fill_value", given.get("s")))
+    number = _number(flow, given.get("fill_value", given.get("s")))
+    return None if number is None else float(torch.tensor(number, dtype=flow.graph.spec(arg).dtype))

@@ -181,6 +181,14 @@ def test_the_graph_that_is_left() -> None:
     ]
 
 
+def test_a_scale_is_what_its_dtype_has_of_it() -> None:
+    def twice(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * torch.full((), 2.7, dtype=torch.int64)).softmax(-1) @ v
+
+    (found,) = attentions(traced(twice)[1].graph)
+    assert found.scores.scale == 2
+
+
 def test_dropout_is_the_ops_own() -> None:
     """It draws from the stream of the node that it was, and as many numbers here: of the weights of
     a query without keys, too."""
@@ -343,10 +351,29 @@ def of_a_number(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return m.slopes.sum().softmax(0) * v
 
 
+def nearly_masked(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A mask of zeros and minus infinities, but for what was written into it before."""
+    mask = torch.zeros(LENGTH, LENGTH)
+    mask[2] = -1e9
+    return (q @ k.mT * SCALE + mask.masked_fill(m.later, -torch.inf)).softmax(-1) @ v
+
+
+def scale_set_later(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scale = torch.full((), 1.0)
+    scale.view(()).mul_(SCALE)
+    return (q @ k.mT * scale).softmax(-1) @ v
+
+
+def in_two_steps(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights that are values, too."""
+    weights = (q @ k.mT * SCALE).softmax(-1)
+    return (weights @ weights)[..., :1] * v
+
+
 STAYS = [read_twice, learnt_bias, not_so_low, two_masks, scaled_after, in_steps, over_queries]
 STAYS += [capped, keys_as_they_are, values_first, routed, lowest_added, alibi]
 STAYS += [keys_without_gradient, dropped_twice, whole_scores, whole_weights, unlike_keys]
-STAYS += [of_a_number]
+STAYS += [of_a_number, nearly_masked, scale_set_later, in_two_steps]
 
 
 @pytest.mark.sweep(of=5)
