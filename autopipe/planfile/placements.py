@@ -104,7 +104,8 @@ def parse(text: str) -> Placement:
     """
     if text in ("I", "R", "P"):
         return Placement(text)
-    found = re.fullmatch(r"S\((\d+)(?:, (?:(\d+)|(?:(\d+)\*)?(b)|(\d+(?:\+\d+)+)))?\)", text)
+    number = r"([1-9]\d*)"
+    found = re.fullmatch(rf"S\((\d+)(?:, (?:{number}|(?:{number}\*)?(b)|(\d+(?:\+\d+)+)))?\)", text)
     if found is None:
         raise ValueError(f"{text!r} is no placement; I, R, P, S(0), S(0, 3) and S(0, 8+2+2) are")
     dim, count, times, of_rows, lengths = found.groups()

@@ -44,7 +44,9 @@ def test_they_are_written_and_read_back(text: str) -> None:
     assert parse(text) == WRITTEN[text]
 
 
-@pytest.mark.parametrize("text", ["", "Q", "S", "S()", "S(-1)", "S(0,3)", "S(0, 8+)", "S(0) "])
+@pytest.mark.parametrize(
+    "text", ["", "Q", "S", "S()", "S(-1)", "S(0,3)", "S(0, 8+)", "S(0) ", "S(0, 0)", "S(0, 0*b)"]
+)
 def test_what_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no placement; I, R, P, S"):
         parse(text)
