@@ -6,7 +6,7 @@ arguments of a model's forward.
 Never found here: models, losses, where batches come from.
 
 Other rooms use: `tree.flatten`, `.rebuild`, `.of_specs`, `.has_own`, `description.describe`,
-`.count_rows`, `cut.slice_rows`, `.some_rows`, `.two_rows`, `.example_to_trace`,
+`.count_rows`, `cut.slice_rows`, `.pick_rows`, `.some_rows`, `.two_rows`, `.example_to_trace`,
 `row_length.at_length`, `.length_in`, `.length_of`, `.lengthened`, `arguments.forward_arguments`,
 `digest.digest`.
 """

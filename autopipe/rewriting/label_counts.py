@@ -162,7 +162,9 @@ def leaving_out(leaves: Mapping[str, Any], read: Collection[str]) -> list[dict[s
 
     An example batch may count all its labels, and then does not show what a loss leaves out. In
     each variant a random part of the labels becomes a number that often means "no label" (0, -1,
-    -100; of floats nan), and a mask of equal entries gets some of the other value.
+    -100; of floats nan), and a mask of equal entries gets some of the other value. They are odd in
+    number, and fewer than half of all: no two halves of the batch leave out equally many, and none
+    leaves out every one.
 
     Args:
         leaves: the batch by path.
@@ -175,7 +177,7 @@ def leaving_out(leaves: Mapping[str, Any], read: Collection[str]) -> list[dict[s
         for path in read:
             leaf = leaves[path]
             if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_complex():
-                out = torch.rand(leaf.shape, generator=generator) < _LEFT_OUT
+                out = _some_of(leaf.shape, generator)
                 if bool(((leaf == 0).all()) | (leaf == 1).all()):
                     changed[path] = torch.where(out, leaf == 0, leaf == 1).to(leaf.dtype)
                 elif leaf.dtype != torch.bool:
@@ -203,6 +205,18 @@ def lower(leaves: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
                 half = len(leaf) // 2
                 changed[path] = torch.cat([leaf[:half], leaf[half:] // 2])
     return changed
+
+
+def _some_of(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """An odd number of places of this shape, fewer than half of them; of one or two, the first."""
+    out = torch.rand(shape, generator=generator) < _LEFT_OUT
+    first = out.view(-1)[0]
+    if int(out.sum()) % 2 == 0:
+        first.logical_not_()
+    if 2 * int(out.sum()) >= out.numel():
+        out.zero_()
+        first.fill_(True)
+    return out
 
 
 def _all_terms(graph: Graph, terms: Sequence[LabelCounts]) -> LabelCounts | None:

@@ -5,6 +5,7 @@
                                   2.03     a mean of the two whose weights stay the same for
                                            other random values   rows weigh unequally
                                            anything else         it compares rows with each other
+                                  nan      a mean over none      rows weigh unequally
 
 Neither the model nor its weights are needed. The results of the last ops with parameters are
 replaced by random values, drawn once for all rows, and each half gets its rows of them. The rest is
@@ -16,15 +17,16 @@ as logits of many tokens and words do, it is the loss of rows with fewer tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from autopipe.batch import row_length
-from autopipe.batch.cut import slice_rows
+from autopipe.batch.cut import pick_rows, slice_rows
 from autopipe.batch.tree import flatten
 from autopipe.errors import ModelError
 from autopipe.frontend.loss import Loss
@@ -33,6 +35,7 @@ from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import READ_OP, REGION_OP, Input
 from autopipe.planfile.contents import BATCH as OVER_BATCH
 from autopipe.planfile.contents import MICRO_BATCH
+from autopipe.planfile.parts import InputSpec
 from autopipe.rewriting.label_counts import LabelCounts, label_counts, leaving_out, lower
 from autopipe.rows.loss_tail import loss_nodes
 from autopipe.rows.row_dims import RowsUnknown
@@ -131,10 +134,11 @@ def _why_unchecked(
     first, second = (slice_rows(traced.inputs, leaves, n, n + ROWS) for n in (0, ROWS))
     draws = max(2, min(MOST_DRAWS, MOST_BYTES // max(needed, 1)))
     tried: list[tuple[Leaves, int, str]] = [(first, draws, "")]
-    if labels is None:
-        tried.append((second, 2, ""))  # masks of two halves may count alike by chance
+    read = {v.path for node in tail.nodes for v in node.values() if isinstance(v, Input)}
+    if labels is None:  # masks of two halves may count alike by chance
+        apart = _apart(traced.inputs, leaves, read) if draws > 2 else ()
+        tried += [(rows, 2, "") for rows in (second, *apart)]
     if labels is None or labels.terms:  # or count all
-        read = {v.path for node in tail.nodes for v in node.values() if isinstance(v, Input)}
         holes = leaving_out(first, read) if not traced.reads else []
         tried += [(holed, 2, " and a batch of which masks leave some out") for holed in holes]
         tried += [(lower(first, read), 2, " and a batch of lower numbers")] if holes else []
@@ -150,6 +154,18 @@ def _why_unchecked(
                 return None  # values were made up for rows in the batch's order
             raise _refusal(*unequal, labels, tail.nodes[-1].place or begins(loss), holes_text)
     return None
+
+
+def _apart(specs: Sequence[InputSpec], leaves: Leaves, read: Collection[str]) -> Iterator[Leaves]:
+    """Four rows of a batch in whose halves a mask by the values of an entry, `w > 0.5`, counts
+    unequally: the least with the most, and two of much or of little; for each entry in `read`."""
+    for spec in specs:
+        leaf, dim = leaves[spec.path], spec.batch_dim if spec.path in read else None
+        if dim is not None and isinstance(leaf, Tensor) and not leaf.is_complex():
+            sizes = leaf.movedim(dim, 0).reshape(2 * ROWS, -1).double().mean(1)
+            least, *some, most = sizes.argsort().tolist()
+            for two in (some[-HALF:], some[:HALF]):
+                yield pick_rows(specs, leaves, [least, most, *two])
 
 
 def _of_fewer_tokens(fewer: Fewer, traced: Trace, share: float) -> Short | None:
@@ -187,6 +203,8 @@ def _unequal(
                 raise
             except Exception:  # whatever the ops of the loss raise
                 break
+            if labels is None and (empty := [v for v in every if _of_none(v)]):
+                return empty[0], every[0]
             sound = [v for v in every if all(map(math.isfinite, chain(*v)))]
             if sound[:2] != every[:2]:
                 break
@@ -210,6 +228,11 @@ def _adds_up(values: Values, labels: LabelCounts | None, close: float) -> bool:
         values = _means(values) if labels.terms else _sums(values)
     share = 0.5 if len(values[0]) == 1 else 1.0
     return all(_close(w, share * (a + b), close) for w, a, b in zip(*values, strict=True))
+
+
+def _of_none(values: Values) -> bool:
+    """Whether a half has no loss, as a mean over none of its rows, though the whole has one."""
+    return math.isfinite(sum(values[0])) and any(map(math.isnan, chain(*values[1:])))
 
 
 def _means(values: Values) -> Values:
@@ -271,7 +294,7 @@ def _refusal(
     elif uneven:
         what = "one of its terms is a mean over labels, of which rows have unequally many"
         hint = _TOGETHER
-    elif abs(_share_of_the_first(values) - _share_of_the_first(others)) < ALIKE:
+    elif _of_none(values) or abs(_share_of_the_first(values) - _share_of_the_first(others)) < ALIKE:
         what = "rows weigh unequally in it, as in a mean over unequally many tokens"
         hint = f"return autopipe.SumCount(total, count); {_OTHERWISE}"
     else:

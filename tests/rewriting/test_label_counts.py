@@ -13,7 +13,7 @@ import autopipe
 from autopipe import ModelError
 from autopipe.batch.tree import flatten
 from autopipe.planfile.contents import Plan
-from autopipe.rewriting.label_counts import LabelCounts, label_counts
+from autopipe.rewriting.label_counts import LabelCounts, label_counts, leaving_out
 from autopipe.runtime.step.microbatches import EVEN, LabelWeights, Microbatches
 from tests.support.inprocess import machine
 from tests.support.staged import trace_model
@@ -228,3 +228,11 @@ def test_a_sum_over_a_mask_divided_by_its_own_is_a_term_like_any_other(plan: Pla
     with pytest.raises(ModelError, match="Micro-batch 0 has 6 labels, micro-batch 1 4") as refused:
         LabelWeights(found, found).of(two)
     assert 'loss_over = "batch"' in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 8, 40])
+def test_no_two_halves_of_a_batch_leave_out_equally_many(rows: int) -> None:
+    """Bug: of labels of four rows often one in each half, or all of one half."""
+    for holed in leaving_out({"labels": torch.full((rows,), 7)}, ["labels"]):
+        left = int((holed["labels"] != 7).sum())
+        assert left % 2 == 1 and (left < rows / 2 or rows < 3)

@@ -113,3 +113,18 @@ def test_lengths_of_an_example_may_be_equal():
     equal = lambda rows: inputs(rows) | {"length": torch.full((rows,), WIDTH)}  # noqa: E731
     with pytest.raises(ModelError, match="and a batch of lower numbers"):
         checked(padded, inputs=equal)
+
+
+@pytest.mark.parametrize("weights", [[0.9, 0.1] * 4, [0.1] * 4 + [0.9] + [0.1] * 3])
+def test_rows_beyond_a_threshold_may_be_equally_many_by_chance_or_none(weights):
+    """Bug: so they were in all halves that were looked at; and a half's mean over none of its rows
+    was passed over."""
+
+    def inputs(rows):
+        return counting_all(rows) | {"weight": torch.tensor(weights[:rows])}
+
+    with pytest.raises(ModelError, match="rows weigh unequally"):
+        checked(
+            lambda o, b: o.masked_fill(b["weight"][:, None] < 0.5, torch.nan).nanmean(),
+            inputs=inputs,
+        )
