@@ -271,7 +271,7 @@ def _listed(given: Any, source: str) -> tuple[Callable[..., Iterable[Any]], int 
     wrong = None
     if not isinstance(given, Iterable) or isinstance(given, str | Mapping | Tensor):
         wrong = "gives no batches"
-    elif iter(given) is given:
+    elif isinstance(given, Iterator):  # not asked for one: a DataLoader starts its workers then
         wrong = "can be read once only"
     if wrong is not None:
         kind = type(given).__name__

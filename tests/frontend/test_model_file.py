@@ -138,6 +138,12 @@ def test_batches_that_are_no_list(batches: str, found: str) -> None:
     )
 
 
+def test_batches_are_not_begun_as_the_file_is_read() -> None:
+    """Bug: a DataLoader started its workers, also where a model was only planned."""
+    loader = "class Loader:\n    def __iter__(self): raise OSError\n"
+    assert not load(SMALLEST, f"{loader}batches = Loader()\n").called
+
+
 @pytest.mark.parametrize(
     ("more", "optimizer", "said"),
     [
