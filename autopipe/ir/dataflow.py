@@ -103,7 +103,7 @@ def analyse(graph: Graph) -> Dataflow:
             root.setdefault(value, value)
             users[value].append(position)
         op, written = resolve(node.op), written_by(node)
-        shared = written if written and views(op) else _shared(node, op)
+        shared = written if written and views(op) else _shared(graph, node, op)
         for number in range(len(node.outputs)):
             result = Ref(node.name, number)
             root[result] = root[shared[min(number, len(shared) - 1)]] if shared else result
@@ -121,22 +121,25 @@ def analyse(graph: Graph) -> Dataflow:
 
 
 _UNDECLARED = frozenset(
-    "dropout feature_dropout alpha_dropout feature_alpha_dropout type_as atleast_1d atleast_2d "
-    "atleast_3d broadcast_tensors meshgrid einsum sum_to_size unsafe_chunk unsafe_split".split()
+    "dropout feature_dropout alpha_dropout feature_alpha_dropout type_as conj_physical to_dense "
+    "atleast_1d atleast_2d atleast_3d broadcast_tensors meshgrid sum_to_size unsafe_chunk "
+    "unsafe_split unsafe_split_with_sizes unflatten_dense_tensors".split()
 )
-"""Ops that sometimes return an argument or a view of it, although their schemas do not say so.
+_UNDECLARED_OF_ONE = frozenset("einsum cartesian_prod flatten_dense_tensors".split())
+"""Ops that sometimes return an argument or a view of it, although their schemas do not say so: a
+dropout with probability 0 its input, an einsum of one operand that one with its dims moved."""
 
-For example, a dropout with probability 0 returns its input.
-"""
 
-
-def _shared(node: Node, op: object) -> list[Value]:
-    """The values whose memory the results may share: one for each result, or one for all."""
+def _shared(graph: Graph, node: Node, op: object) -> list[Value]:
+    """The values whose memory the results may share: one each or one for all; a cast has none."""
+    values = list(node.values())
+    cast = node.short in ("to", "type_as") and graph.spec(values[0]) != node.outputs[0]
     undeclared = node.short in _UNDECLARED and not is_random(node)
-    if not undeclared and not views(op):
+    alone = node.short in _UNDECLARED_OF_ONE and len(values) == 1
+    if cast or not (views(op) or undeclared or alone):
         return []
     of_each = isinstance(node.args[0], tuple) and len(node.args[0]) == len(node.outputs)
-    return list(values_in(node.args))[: len(node.outputs) if of_each else 1]
+    return values[: len(node.outputs) if of_each else 1]
 
 
 def statistics_written(op: object, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> list[Arg]:
@@ -195,11 +198,8 @@ def _local(
                 and not any(root[v] in bound for v in values)
                 and not any(root[Ref(node.name, n)] in bound for n in range(len(node.outputs)))
             )
-        found = {
-            r
-            for r, positions in writers.items()
-            if isinstance(r, Ref) and not all(local[p] for p in positions)
-        }
+        made = [value for value in writers if isinstance(value, Ref)]
+        found = {value for value in made if not all(local[p] for p in writers[value])}
         if found <= bound:
             return tuple(local)
         bound |= found
@@ -256,8 +256,7 @@ def written_parameters(graph: Graph) -> Mapping[str, Node]:
 
 
 def written_states(graph: Graph) -> Mapping[str, Node]:
-    """The parameters, buffers and constants that forward writes, each with the first node that
-    does."""
+    """The states that forward writes, each with the first node that does."""
     return {
         root.name: graph.nodes[positions[0]]
         for root, positions in analyse(graph).writers.items()
@@ -317,9 +316,8 @@ def only_writes(flow: Dataflow, position: int, state: State) -> bool:
     """Whether what a node makes of a state is in the state's memory, or is statistics."""
     node = flow.graph.nodes[position]
     if any(flow.root[value] == state for value in written_statistics(node)):
-        computed = [
-            *values_in(tuple(arguments(node)[name] for name in ("input", "weight", "bias")))
-        ]
+        given = arguments(node)
+        computed = values_in((given["input"], given["weight"], given["bias"]))
         return all(flow.root[value] != state for value in computed)
     results = [Ref(node.name, n) for n, spec in enumerate(node.outputs) if spec is not None]
     return bool(results) and all(flow.root[value] == state for value in results)

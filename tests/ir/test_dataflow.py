@@ -70,6 +70,30 @@ def test_every_part_of_a_split_is_the_storage_it_came_from():
     assert root(flow, "t/1") == "layer/linear/0", "a view of a view"
 
 
+def test_what_lies_in_an_operand_although_no_schema_says_so():
+    """Bug: of several operands an einsum's result was taken for the first one's memory. So a bias
+    that was added to it in place wrote the weight, and the model was refused."""
+
+    def run(model, x):
+        same = torch.conj_physical(model.layer(x))
+        moved = torch.einsum("bi->ib", same)
+        return torch.einsum("oi,ib->bo", model.layer.weight, moved).add_(model.layer.bias)
+
+    flow = flow_of(run)
+    assert root(flow, "conj_physical/0") == root(flow, "einsum/0") == "layer/linear/0"
+    assert flow.writers == {Ref("einsum/1"): (4,)}
+
+
+def test_a_cast_is_no_view():
+    """Bug: a mask that was cast and then filled in place held all nodes that read it together."""
+
+    def run(model, x):
+        cast, same = x.double().mul_(2), model.layer(x).float().add_(1)
+        return same + cast.float()
+
+    assert flow_of(run).writers == {Ref("to/0"): (1,), Ref("layer/linear/0"): (4,)}
+
+
 def test_users_are_positions_and_the_result_is_used_after_the_last():
     flow = flow_of(lambda m, x: m.layer(x) + x)
     assert flow.users[Input("x")] == (0, 1)
