@@ -35,6 +35,7 @@ from autopipe.ir.torch_private import (
     version,
 )
 from autopipe.opaque.held_numbers import held_by
+from autopipe.opaque.same_functions import alike
 from autopipe.opaque.tried_functions import Tried, tried
 from autopipe.rewriting.gpu_autocast import autocast_inside
 
@@ -121,7 +122,8 @@ def as_ops() -> Iterator[None]:
         held = held_by(kind)
         texts = [f"{key}={value!r}" for key, value in held.items()]
         call = f"{name}({', '.join([*map(repr, arguments), *texts])})"
-        if seen.setdefault(call, kind) is not kind:
+        known = _known[call].kind if call in _known else kind  # of another model in this process
+        if seen.setdefault(call, kind) is not kind or not alike(kind, known):
             raise _refusal(kind, "is one of two of that name")
         _known[call] = _Applied(kind, apply, arguments, deepcopy(held))
         found = _tried(_known[call], tensors)

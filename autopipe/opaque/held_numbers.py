@@ -34,16 +34,16 @@ def held_by(kind: type) -> dict[str, Any]:
     for method in ("forward", "setup_context", "backward"):
         code = inspect.unwrap(getattr(kind, method))
         if inspect.isfunction(code) and not code.__module__.startswith("torch."):
-            names, around = code.__code__.co_names, _around(code)
-            for name in (*names, *around):
-                value = around.get(name, getattr(kind, name, code.__globals__.get(name)))
+            names, enclosing = code.__code__.co_names, around(code)
+            for name in (*names, *enclosing):
+                value = enclosing.get(name, getattr(kind, name, code.__globals__.get(name)))
                 inside = {} if isinstance(value, nn.Module | Tensor) else _fields(value)
                 values = {name: value, **{f"{name}.{n}": inside[n] for n in names if n in inside}}
                 found |= {label: held for label, held in values.items() if _is_number_or_text(held)}
     return dict(sorted(found.items()))
 
 
-def _around(code: Callable[..., Any]) -> dict[str, Any]:
+def around(code: Callable[..., Any]) -> dict[str, Any]:
     """The names that code reads of the function in which it stands, if they are assigned by now."""
     found: dict[str, Any] = {}
     names, cells = code.__code__.co_freevars, code.__closure__

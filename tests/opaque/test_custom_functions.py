@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autopipe.errors import CaptureError
+from autopipe.errors import CaptureError, Uncaptured
 from autopipe.ir.dataflow import is_random
+from autopipe.opaque.custom_functions import as_ops
 from autopipe.planners.driver import against_eager
 from tests.support.autograd_functions import Double, HalfOfExp
 from tests.support.long import chosen
@@ -493,3 +494,27 @@ class Shifts(Net):
 def test_a_variable_around_a_function_may_have_no_value():
     """Bug: planning ended in a ValueError of Python's: "Cell is empty"."""
     assert unlike(built(Shifts)) == []
+
+
+def bent(bend):
+    class Bent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return bend(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return Bent.apply(gradient)
+
+    return Bent
+
+
+def test_one_of_another_model_that_has_its_name_but_not_its_code_is_no_op():
+    """Bug: where one process had traced both models, the first ran the second's Function."""
+    x = torch.ones(2)
+    for _ in range(2):  # in a second trace the class is another one
+        with as_ops():
+            assert torch.equal(bent(torch.sin).apply(x), x.sin())
+    for other in (torch.cos, lambda x: x.sin()):
+        with as_ops(), pytest.raises(Uncaptured, match="Bent, .* is one of two of that name"):
+            bent(other).apply(x)
