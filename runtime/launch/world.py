@@ -202,8 +202,7 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
     import torch
     import torch.distributed as dist
 
-    if world.local_size < world.size:
-        resolve(world.master_addr)  # torch would retry until the timeout
+    resolve(world.master_addr)  # torch would retry until the timeout
     device = interface(world, os.environ)
     check_interfaces(os.environ)
     torch.set_num_threads(max(1, cores() // world.local_size))

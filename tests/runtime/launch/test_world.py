@@ -12,6 +12,7 @@ from autopipe.runtime.launch.world import (
     as_planned,
     check_world,
     interface,
+    start,
     world_from,
 )
 from tests.support import warm
@@ -107,6 +108,13 @@ def test_a_batch_script_is_alone_whatever_the_job_asked_for(step: str | None) ->
     if step is None:
         del environ["SLURM_STEP_ID"]
     assert world_from(environ, never) is None
+
+
+def test_a_host_without_an_address_also_where_all_ranks_are_on_one_node() -> None:
+    """Bug: torch asked for its address again and again, for five minutes."""
+    here = World(0, 2, 0, 2, 0, "a..b", 29500)
+    with pytest.raises(LaunchError, match=r"the host name 'a\.\.b' has no address"), start(here):
+        pass
 
 
 def test_half_of_torchrun() -> None:
