@@ -57,7 +57,7 @@ class OwnTensor:
         shape: the shape of the whole tensor.
         pieces: the places of the rank's elements in the whole tensor; empty if it holds none.
         writes: whether this rank writes them into a checkpoint.
-        moves: whether forward may change the tensor, and not the optimizer alone.
+        moves: whether a step may change the tensor before its optimizer does.
         replica: "" or, for a tensor that forward writes in a replica other than the first,
             `replica 1 of 2`: the key under which a checkpoint has the replica's values.
     """
@@ -166,7 +166,7 @@ def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[
         )
         full_shape = shape_at(spec.spec, 1)
         kind = spec.kind if in_state_dict(spec) else BESIDE
-        moves = kind != "parameter" or name in own.written
+        moves = kind != "parameter" or name in own.written or spec.projection is not None
         tensors[name] = OwnTensor(
             name, spec.aliases, kind, data, full_shape, cut, writes=False, moves=moves,
             replica=f"replica {part.place.dp} of {mesh.dp}" if local and part.place.dp else "",

@@ -24,7 +24,7 @@ from tests.support.odd_models import Scaled
 
 
 class Student(nn.Module):
-    """It has one tensor of each kind that forward writes."""
+    """It has one tensor of each kind that forward writes; `up.weight` is one that it projects."""
 
     scale: Tensor
 
@@ -39,6 +39,7 @@ class Student(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.scale.mul_(0.9)
+            self.up.weight.clamp_(-0.3, 0.3)
         found, wanted = self.up(x), self.teacher(x).detach()
         away = (found - wanted - self.mean) * self.scale.clone()
         with torch.no_grad():
@@ -95,7 +96,8 @@ def test_no_state_dict_and_no_file_of_the_model_has_more_than_before(tmp_path: P
 
 
 def test_forward_changes_nothing_that_is_being_written() -> None:
-    """Bug: the thread that writes read a teacher's parameters while the next step changed them."""
+    """Bug: the thread that writes read a teacher's parameters while the next step changed them, and
+    those that a step projects before the optimizer's own."""
     pipe, optimizer = begun()
     made = rank_file(pipe.content(optimizer), 0, 0, 1, {})
     before = {written.key: written.tensor.clone() for written in made.tensors}
