@@ -154,7 +154,9 @@ def _take_part(rank: int, request: Request) -> None:
     if request.processes > 1:
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            init_method=f"file://{request.folder}/store",
+            store=dist.FileStore(  # type: ignore[attr-defined]  # public all the same
+                f"{request.folder}/store", request.processes
+            ),
             rank=rank,
             world_size=request.processes,
             timeout=timedelta(seconds=PATIENCE),

@@ -114,9 +114,14 @@ def test_an_op_a_thousand_times_slower_is_rough_and_the_rest_is_not_late(
     [pytest.param(DIES, "1: no such thing", marks=pytest.mark.long), (KILLED, "-9")],
 )
 def test_what_ends_the_processes_is_left_out(
-    story: str, code: str, monkeypatch: pytest.MonkeyPatch
+    story: str, code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Bug: a folder's name with a character of URLs let them meet in a file of another place."""
+    folder = tmp_path / "a#b"
+    folder.mkdir()
+    monkeypatch.setattr(workers.tempfile, "tempdir", str(folder))
     found, talk = measure(monkeypatch, ["launch", "memory", "tanh"], story)
+    assert [*tmp_path.iterdir()] == [folder]
     assert found["launch"].values and found["tanh"].values
     assert found["memory"] == Found((), f"process 1 of 2 ended with code {code}")
     assert f"  memory: process 1 of 2 ended with code {code}" in talk
