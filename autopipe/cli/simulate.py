@@ -12,8 +12,10 @@ import typer
 from autopipe.errors import AutopipeError
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, command
+from autopipe.terminal.console import say
 from autopipe.terminal.option_groups import given
 from autopipe.terminal.paths import check_file, say_edits
+from autopipe.util import numbers
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,9 @@ def simulate(
             loaded = Plan.load(name)
             say_edits(loaded)
             timeline = schedule_page.of_plan(loaded)
+            if loaded.loss_seconds:
+                took = numbers.seconds(loaded.loss_seconds)
+                say(f"drawn without the loss of the whole batch, {took} between its two passes")
         else:
             timeline = schedule_page.of_schedule(name, schedule_page.Shape(**options))
         timelines.append(timeline)

@@ -9,7 +9,8 @@ peak rate, so that the first part is MFU, whatever the devices:
 
     MFU = flops of the model / (step * peak of all devices) = matmuls at peak / step
 
-Computing is divided by the causes of its stages' seconds (`planfile.work.Spent`). Waiting is
+Computing is divided by the causes of its stages' seconds (`planfile.work.Spent`); a loss over the
+whole batch, which the last rank computes while the others wait, is among the other ops. Waiting is
 divided by walking the programs again with fewer things to wait for; each part is the difference:
 
     even        all stages alike, no transfers or sums    filling   = even - computing
@@ -81,12 +82,17 @@ def _weights(plan: Plan) -> list[float]:
 
     It is the number of micro-batches that the stage runs, times its rank's share of all peaks.
     """
-    ranks, count = holders(programs.compute(plan)), plan.batch.micro_batches
-    peaks = plan.work.peaks if plan.work is not None else (1.0,) * plan.mesh.pp
+    count = plan.batch.micro_batches
     return [
-        turns.rounds(plan.stages, stage, count) * peaks[rank] / sum(peaks)
-        for stage, rank in enumerate(ranks)
+        turns.rounds(plan.stages, stage, count) * share
+        for stage, share in enumerate(_peak_shares(plan))
     ]
+
+
+def _peak_shares(plan: Plan) -> list[float]:
+    """The share of all peaks that the rank of each stage has."""
+    peaks = plan.work.peaks if plan.work is not None else (1.0,) * plan.mesh.pp
+    return [peaks[rank] / sum(peaks) for rank in holders(programs.compute(plan))]
 
 
 def _mean(weights: Sequence[float], seconds: Iterable[float]) -> float:
@@ -99,9 +105,11 @@ def _computed(plan: Plan) -> dict[str, float]:
     stages, mean = [stage.predicted for stage in plan.stages], partial(_mean, _weights(plan))
     known = [stage.spent for stage in stages if stage.spent is not None]
     both = [stage.forward_seconds + stage.backward_seconds for stage in stages]
+    loss = plan.loss_seconds * _peak_shares(plan)[-1]
     if plan.work is None or not all(map(_causes_known, stages)):
-        return {"computing": mean(both)}
+        return {"computing": mean(both) + loss}
     parts = {part.name: mean(getattr(own, part.name) for own in known) for part in fields(Spent)}
+    parts["other_ops"] += loss
     matmuls = parts.pop("matmuls")
     # A rate that was measured is no bound: some convolution may be faster.
     at_peak = min(plan.work.flops / plan.work.peak, matmuls)

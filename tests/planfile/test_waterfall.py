@@ -133,6 +133,17 @@ def test_the_parts_add_up_to_the_step(schedule: str) -> None:
     assert min(parts.values()) >= 0
 
 
+def test_a_loss_over_the_batch_is_computed_by_the_last_rank() -> None:
+    """Of 4 ms the mean of two ranks computes 2 and waits 2. Bug: it waited for all of them."""
+    work = Work(6e9, (1e12,) * 2, "bf16", False)
+    without, plan = chain(2, 4), replace(chain(2, 4), loss_seconds=4e-3)
+    before, parts = (waterfall(told(each, work, 1, 1)) for each in (without, plan))
+    assert parts["other_ops"] - before["other_ops"] == pytest.approx(2e-3)
+    assert parts["filling"] - before["filling"] == pytest.approx(2e-3)
+    bubble = told(plan, work, 1, 1).prediction.bubble
+    assert sum(parts[name] for name in WAITED) / sum(parts.values()) == pytest.approx(bubble)
+
+
 def test_a_measured_rate_is_no_bound() -> None:
     """10 GFLOP at 1 GFLOP/s were more than the step; 6 ms are all that it multiplies for."""
     found = waterfall(told(chain(1, 4), Work(1e10, (1e9,), "fp32", True), 1))
