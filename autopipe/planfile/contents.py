@@ -18,6 +18,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,15 @@ class Plan:
     @property
     def edited(self) -> tuple[str, ...]:
         """Paths of the parts that were changed by hand: the prediction is of the plan before."""
-        now = _marks(self) if self.made else {}
+        if not self.made:
+            return ()
+        known = [_marks(self, _LATER[:number]) for number in range(1, len(_LATER) + 1)]
         # A part that this version's planner marks and an older one's did not is left alone.
-        return tuple(path for path, mark in now.items() if self.made.get(path, mark) != mark)
+        return tuple(
+            path
+            for path, mark in known[-1].items()
+            if self.made.get(path, mark) not in {marks[path] for marks in known}
+        )
 
     @property
     def traced_rows(self) -> int:
@@ -230,7 +237,11 @@ def on_edits(plan: Plan) -> str | None:
     return f"{were} changed by hand after planning: the predicted figures are of another plan"
 
 
-def _marks(plan: Plan) -> dict[str, str]:
+_LATER = (', "part_of": null', ', "tied": 0', ', "hop": 0.0')
+"""Fields that older planners did not write: with them their plans would seem to be changed."""
+
+
+def _marks(plan: Plan, without: Sequence[str] = _LATER) -> dict[str, str]:
     """A short hash of each part that the prediction depends on, and of the prediction, by path."""
     data: Any = codec.to_json(plan)
     parts: dict[str, Any] = {
@@ -243,11 +254,13 @@ def _marks(plan: Plan) -> dict[str, str]:
     for name in ("boundaries", "stages"):
         for of in data[name][0] if data[name] else ():
             parts[f"{name}[].{of}"] = [entry[of] for entry in data[name]]
-    # Without fields that older planners did not write: their plans would seem to be changed.
-    texts = (
-        (path, json.dumps(part).replace(', "part_of": null', "")) for path, part in parts.items()
-    )
-    return {path: hashlib.blake2b(text.encode(), digest_size=4).hexdigest() for path, text in texts}
+    marks = {}
+    for path, part in parts.items():
+        text = json.dumps(part)
+        for field_left_out in without:
+            text = text.replace(field_left_out, "")
+        marks[path] = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return marks
 
 
 def check(plan: Plan) -> None:

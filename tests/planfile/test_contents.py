@@ -17,6 +17,7 @@ from autopipe.planfile import schema
 from autopipe.planfile.contents import FORMAT, Plan, check, names_plan, on_edits, signed
 from autopipe.planfile.parts import Batch, Boundary, PartOf, Prediction, StagePlan
 from autopipe.util import codec
+from tests.support.house import ROOT
 from tests.support.plans import example_plan
 
 PLAN = example_plan()
@@ -96,13 +97,15 @@ def test_a_file_of_a_later_format(tmp_path: Path) -> None:
     assert caught.value.hint == "make the plan again with `autopipe plan`"
 
 
-def test_a_plan_of_before_transfers_in_parts_sends_all_whole(tmp_path: Path) -> None:
-    """And nobody has changed it by hand."""
+@pytest.mark.parametrize("field", ['"part_of": null', '"tied": 0'])
+def test_a_plan_of_before_a_field_was_there_is_as_it_was(tmp_path: Path, field: str) -> None:
+    """And nobody has changed it by hand, nor the demo's plan, which is of before `Link.hop`."""
     path = tmp_path / "plan.json"
     signed(PLAN).save(path)
     text = path.read_text()
-    assert '"part_of": null' in text
-    path.write_text(re.sub(r',\s*"part_of": null', "", text))
+    assert field in text
+    path.write_text(re.sub(rf",\s*{field}", "", text))
+    assert on_edits(Plan.load(ROOT / "examples" / "gpt.plan.json")) is None
     found = Plan.load(path)
     assert found == signed(PLAN) and on_edits(found) is None
 
