@@ -185,7 +185,7 @@ def pad(op: Op) -> Iterator[Strategy]:
 @rule("roll", "flip")
 def turn(op: Op) -> Iterator[Strategy]:
     """The flipped or rolled dims stay whole; all dims if none is named."""
-    rank = len(op.made)
+    rank = max(len(op.made), 1)  # a scalar has a dim 0 here, as for torch
     yield from but(op, {dim % rank for dim in op["dims"]} or range(rank))
 
 

@@ -167,7 +167,12 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
     "sum": ("sum", lambda x: x.sum((1, -1)), (), {"SS", "SP", "PP"}),
     "sum of all": ("sum", lambda x: x.sum(), (), {"SP", "PP"}),
     "sum, kept": ("sum", lambda x: x.sum(2, keepdim=True), (), {"SS", "SP", "PP"}),
-    "sum of a scalar": ("sum", lambda x: x * x.sum().sum(0).transpose(0, -1), (), {"SP", "PP"}),
+    "dims of a scalar": (
+        "sum",
+        lambda x: x * x.sum().sum(0).transpose(0, -1).flip(0),
+        (),
+        {"SP", "PP"},
+    ),
     "mean": ("mean", lambda x: x.mean((0, 2)), (), {"SS", "SP", "PP"}),
     "mean of all": ("mean", lambda x: x.mean(), (), {"SP", "PP"}),
     "var": ("var", lambda x: x.var(-1), (), set()),
