@@ -182,7 +182,7 @@ class _Each(TorchFunctionMode):
         tensors = list(tensors_in((args, kwargs)))
         if not any(id(tensor) in self._each for tensor in tensors):
             return func(*args, **kwargs)
-        called = func.__name__.removeprefix("__r").strip("_")  # s + 1, and 1 + s
+        called = _name_of(func)
         if func is Tensor.__getitem__ and id(args[0]) not in self._each:
             return _Row(self, args[0])[args[1]]
         if called == "get":  # an attribute: dtype, device
@@ -218,7 +218,20 @@ _UNTAGGED = frozenset(
 )
 """Pointwise functions whose ops aten does not tag so."""
 
-_IN_ATEN = {"truediv": "div", "mod": "remainder", "invert": "bitwise_not"}
+_IN_ATEN = {
+    "truediv": "div",
+    "mod": "remainder",
+    "invert": "bitwise_not",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+}
+
+
+def _name_of(func: Any) -> str:
+    """The name of a function of torch: `add` for s + 1 and for 1 + s."""
+    name = str(func.__name__)
+    turned = name.replace("__r", "__", 1)  # __radd__; __rshift__ is no such one
+    return (turned if hasattr(Tensor, turned) else name).strip("_")
 
 
 def _is_pointwise(called: str) -> bool:

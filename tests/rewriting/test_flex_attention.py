@@ -51,7 +51,7 @@ CASES = {
     "capped": lambda: {"score_mod": lambda s, b, h, i, j: 1 + 3 * torch.tanh(s / 3) - 2 ** (-h)},
     "some see nothing": lambda: {
         "block_mask": masked(lambda b, h, i, j: (i > j) & (h == 0)),
-        "score_mod": lambda s, b, h, i, j: s * 2,
+        "score_mod": lambda s, b, h, i, j: s * (2 << h) - (i >> 1) - (8 >> h),
     },
 }
 
