@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from autopipe.batch.tree import empty_in
 from autopipe.errors import ModelError
 
 _PASS_ALL_ON = "torch.", "peft."
@@ -24,7 +25,7 @@ def forward_arguments(
 
     Raises:
         ModelError: forward needs an argument that the batch lacks; or, without a loss, the batch
-            has an entry that forward does not take.
+            has an entry that forward does not take; or it takes an empty container.
     """
     named = _naming(model)
     signature = inspect.signature(named.forward)
@@ -59,6 +60,13 @@ def forward_arguments(
             f"inputs do not fit the model: {called} called with {given}: {error}",
             hint="a dict is given to forward by its names, a tuple in its order",
         ) from error
+    for name, item in (*enumerate(args), *kwargs.items()):
+        if (empty := empty_in(item, str(name))) is not None:
+            raise ModelError(
+                f"batch[{empty[0]!r}] is an empty {type(empty[1]).__name__}, and a plan has "
+                "tensors, numbers, texts and None alone: forward on a rank would not get it",
+                hint="leave it out, and let forward have it as a default; or give None",
+            )
     return args, kwargs
 
 

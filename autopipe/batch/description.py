@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autopipe.batch.row_length import at_length, length_in, length_of
-from autopipe.batch.tree import Leaf, empty_in, flatten, walk
+from autopipe.batch.tree import Leaf, flatten, walk
 from autopipe.errors import ModelError
 from autopipe.planfile.parts import InputSpec
 from autopipe.util import dims, dtypes
@@ -25,12 +25,6 @@ def describe(batch: object, other: object | None, rows: int, other_rows: int) ->
     the first dim of a tensor is its batch dim if its size is `rows`.
     """
     leaves, others = flatten(batch), flatten(other) if other is not None else {}
-    if leaves and (empty := empty_in(batch)) is not None:
-        raise ModelError(
-            f"inputs({rows})[{empty[0]!r}] is an empty {type(empty[1]).__name__}, and a plan has "
-            "tensors, numbers, texts and None alone: a rank would trace without it",
-            hint="leave it out, and let forward have it as a default; or give None",
-        )
     if other is not None and list(leaves) != list(others):
         raise ModelError(
             f"inputs({rows}) has the entries {list(leaves)}, inputs({other_rows}) has "

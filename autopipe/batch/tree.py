@@ -25,7 +25,7 @@ from autopipe.util import dims
 
 Leaf = Tensor | bool | int | float | str | None
 
-_VALUES = bool, int, float, str
+_VALUES = bool, int, float
 _PLAIN = dict, OrderedDict, defaultdict
 _OWN = {"named", "fields", "mapping"}
 """Kinds of containers that only a user's code can make, or whose keys no path tells."""
@@ -41,12 +41,12 @@ def flatten(batch: object) -> dict[str, Leaf]:
     leaves: dict[str, Leaf] = {}
     for path, found, _ in walk(batch):
         leaf = found.item() if isinstance(found, np.generic) else found
-        if not (leaf is None or isinstance(leaf, Tensor) or type(leaf) in _VALUES):
+        if not (leaf is None or isinstance(leaf, Tensor | str) or type(leaf) in _VALUES):
             name = type(leaf).__name__
             instead = f"let inputs() give its tensors, and forward make a {name} of them"
             if isinstance(leaf, np.ndarray):
                 instead = "torch.from_numpy(array) makes a tensor of it"
-            elif isinstance(leaf, _VALUES):  # of an Enum
+            elif isinstance(leaf, _VALUES):  # of an IntEnum
                 instead = f"give its plain value, and let forward make a {name} of it"
             raise ModelError(
                 f"{f'batch[{path!r}]' if path else 'the batch'} is a {name}; a batch holds "

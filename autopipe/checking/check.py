@@ -175,7 +175,7 @@ class CheckRun:
         graphs = [_GRAPHS] if case.plan.compiled and self.backend == "eager" else []
         all_notes = (*nearness(case.plan), *graphs, *notes)
         path = Path(self.source)  # the ranks may start in another folder
-        source = str(path.resolve()) if path.is_file() else self.source
+        source = str(path.absolute()) if path.is_file() else self.source
         job = CheckJob(source, case.smaller, self.backend)
         return TwoSides(case, self.say).compare(job, all_notes, self.start or spawn)
 

@@ -11,7 +11,7 @@ import typer
 from autopipe.errors import AutopipeError
 from autopipe.terminal.commands import PlanArgument, command
 from autopipe.terminal.console import say
-from autopipe.terminal.paths import as_asked, check_folder, model_source, relative
+from autopipe.terminal.paths import FOLDERS, as_asked, check_folder, model_source, relative
 from autopipe.util.gc_pause import loading
 
 
@@ -63,9 +63,10 @@ def _check_replaced(output: Path, plan: Path, source: str) -> None:
     if output.is_file():
         raise AutopipeError(f"-o {output}: expected a folder, found a file", hint="-o out")
     folder = output.resolve()
-    for path in (plan, Path(source)):
-        inside = path.exists() and folder in path.resolve().parents
-        if inside and path.resolve() != folder / "plan.json":
+    for path in (plan, Path(source.removeprefix(FOLDERS).partition("?")[0]).expanduser()):
+        own = path.parent.resolve() / path.name  # a link in the folder goes with it
+        inside = path.exists() and folder in (own, *own.parents)
+        if inside and own != folder / "plan.json":
             raise AutopipeError(
                 f"-o {output}: the folder is replaced whole, and {path} is in it",
                 hint="-o out, or another folder of its own",

@@ -180,7 +180,8 @@ def plan(
     the figures that `autopipe explain --json` gives.
     """
     until_exit()
-    check_file(output, model)
+    for read in (model, options.cluster, options.schedule):
+        check_file(output, read)
     source = relative(model, output.resolve().parent)
     watch = Stopwatch()
     watch.add("started", time.process_time())

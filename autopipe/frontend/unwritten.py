@@ -182,7 +182,7 @@ def of_constructor(func: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
     fake: Any = args[0] if args else None
     if not isinstance(fake, Tensor) or not is_fake(fake):
         return args
-    if func is Tensor.data_ptr:  # torch says 0 of all that have no memory
+    if func in _PLACES:  # torch says 0 of all that have no memory
         raise ValueError("it reads where in memory a parameter is")
     with no_function_modes():
         like = torch.empty(1, dtype=fake.dtype)
@@ -297,6 +297,7 @@ _NEW = (
     Tensor.new_full,
     Tensor.new_tensor,
 )
+_PLACES = Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage
 _LIKE = torch.zeros_like, torch.ones_like, torch.full_like
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a property, says the stub
 

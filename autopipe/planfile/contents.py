@@ -18,6 +18,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -330,12 +331,12 @@ def names_module(source: str) -> bool:
 def names_plan(what: str) -> bool:
     """Whether a word that may be a plan, a model or a schedule is a plan's path: `plan.json`, or a
     file of another name that begins as JSON does."""
-    if what.endswith(".json"):
-        return True
+    if (named := what.endswith(".json")) or not os.path.isfile(what):
+        return named  # of a pipe nothing is read here: what is read is gone
     try:
         with open(what, "rb") as file:
             return file.read(100).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
-    except (OSError, ValueError):  # there is none, or no file may have that name
+    except OSError:  # it may not be read
         return False
 
 

@@ -39,7 +39,7 @@ def writing(path: Path) -> Iterator[BinaryIO]:
         AutopipeError: the file cannot be written; no temporary file is left, and an earlier
             file at `path` is unchanged.
     """
-    target = path.resolve()
+    target = _behind(path)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         if _is_no_file(path):
@@ -94,6 +94,11 @@ def folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _behind(path: Path) -> Path:
+    """What a link leads to; one that leads to itself as it is."""
+    return Path(os.path.realpath(path))
+
+
 def _is_no_file(path: Path) -> bool:
     """Whether a path is that of a device, a pipe or a socket."""
     return path.exists() and not path.is_file() and not path.is_dir()
@@ -134,7 +139,7 @@ def check_folder(path: Path) -> None:
     """
     if _is_no_file(path):
         return
-    folder = path.resolve().parent
+    folder = _behind(path).parent
     _check_no_file(folder, path)
     if not folder.is_dir():
         raise AutopipeError(

@@ -100,7 +100,7 @@ def on_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def strided_alike(parameters: Iterable[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The gradients of a bucket, each strided as its parameter.
+    """The gradients of a bucket, each in the order of memory of its parameter.
 
     torch's fused optimizers pair elements by their places in memory (torch 2.13). If one
     has to be copied all are, so that what they are views of is freed.

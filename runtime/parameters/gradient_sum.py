@@ -267,7 +267,8 @@ def total_norm(
 ) -> Tensor:
     """The norm of the whole model's gradients, on every rank: float64, without dims.
 
-    The square of a norm may exceed fp32, and gradients of fp64 are scaled by it.
+    A rank's own norm is that of `get_total_norm`; its square, which ranks add up, may exceed fp32.
+    Gradients of fp64 are scaled by the sum's root.
 
     Args:
         owned: this rank's `owned_gradients()`.

@@ -152,11 +152,13 @@ def _take_part(rank: int, request: Request) -> None:
         host_memory.keep()  # as a rank does
     torch.set_num_threads(request.threads)
     if request.processes > 1:
+        store = dist.FileStore(  # type: ignore[attr-defined]  # public all the same
+            f"{request.folder}/store", request.processes
+        )
+        store.set_timeout(timedelta(seconds=PATIENCE))  # torch sets it in stores of its own alone
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=dist.FileStore(  # type: ignore[attr-defined]  # public all the same
-                f"{request.folder}/store", request.processes
-            ),
+            store=store,
             rank=rank,
             world_size=request.processes,
             timeout=timedelta(seconds=PATIENCE),

@@ -2,13 +2,14 @@
 
 from collections import Counter, UserDict
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from autopipe.batch.arguments import forward_arguments
 from autopipe.batch.description import describe
 from autopipe.batch.tree import flatten, from_specs, has_own, rebuild
 from autopipe.errors import ModelError
@@ -142,6 +143,10 @@ class Mode(IntEnum):
     FAST = 1
 
 
+class Word(StrEnum):
+    FAST = "fast"
+
+
 @pytest.mark.parametrize(("leaf", "hint"), [(b"ab", "make a bytes"), (Mode.FAST, "plain value")])
 def test_what_is_nearly_a_number_or_a_text_is_refused(leaf, hint):
     """Bug: bytes were taken for a list of numbers, which a model that asks `isinstance` was given;
@@ -149,6 +154,10 @@ def test_what_is_nearly_a_number_or_a_text_is_refused(leaf, hint):
     with pytest.raises(ModelError, match=rf"batch\['x'\] is a {type(leaf).__name__}") as refused:
         flatten({"x": leaf})
     assert hint in str(refused.value.hint)
+
+
+def test_a_text_of_an_enum_is_a_text():
+    assert flatten({"x": Word.FAST}) == {"x": "fast"}
 
 
 @pytest.mark.parametrize("number", [np.float64(0.5), np.int32(3), np.bool_(True)])
@@ -167,12 +176,23 @@ def test_keys_that_no_path_tells_need_a_batch_to_trace_with(inner):
     assert rebuild(batch, flatten(batch))["by"] == inner
 
 
+class Remembers(torch.nn.Module):
+    def forward(self, x, past):
+        return x
+
+
 @pytest.mark.parametrize("inner", [[], {}, ()])
-def test_an_empty_container_is_refused(inner):
+def test_an_empty_container_for_forward_is_refused(inner):
     """Bug: it was planned, and ranks had none: `missing a required argument: 'past'`."""
-    said = rf"inputs\(2\)\['past.0'\] is an empty {type(inner).__name__}, and a plan has tensors"
+    said = rf"batch\['past.0'\] is an empty {type(inner).__name__}, and a plan has tensors"
     with pytest.raises(ModelError, match=said):
-        describe({"x": torch.zeros(2, 3), "past": [inner]}, None, 2, 3)
+        forward_arguments(Remembers(), {"x": torch.zeros(2, 3), "past": [inner]}, None)
+
+
+def test_an_empty_container_for_nobody_is_taken():
+    batch = {"x": torch.zeros(2, 3), "past": [1], "meta": {}}
+    _, named = forward_arguments(Remembers(), batch, lambda outputs, batch: outputs.sum())
+    assert [*named] == ["x", "past"] and len(describe(batch, None, 2, 3)) == 2
 
 
 def test_what_is_no_batch_is_refused():

@@ -14,6 +14,7 @@ from autopipe.cluster.spec import LocalSpec
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.probe import probe
 from autopipe.schedules.registry import SCHEDULES
+from autopipe.terminal.paths import relative
 from autopipe.util.numbers import seconds
 from tests.support.inprocess import machine, measured
 from tests.support.shell import NET, ROOT, Shell, python, rank
@@ -298,21 +299,29 @@ def test_the_file_that_is_read_is_not_written_over(command: str, autopipe: Shell
     assert (autopipe.folder / "net.py").read_text() == NET
 
 
-@pytest.mark.parametrize(
-    ("output", "sentence"),
-    [
-        ("net.py", "-o net.py: expected a folder, found a file"),
-        (".", "-o .: the folder is replaced whole, and {} is in it"),
-    ],
-)
-def test_emit_replaces_nothing_that_is_read(
-    output: str, sentence: str, autopipe: Shell, four: str
-) -> None:
-    """Bug: with `--force` the model file was gone, or the folder with all that is in it."""
+def test_a_plan_names_the_link_to_its_model(tmp_path: Path) -> None:
+    """What stands behind it may have no name of a Python file."""
+    (tmp_path / "blob").write_text("")
+    (tmp_path / "net.py").symlink_to("blob")
+    assert relative(str(tmp_path / "net.py"), tmp_path) == "net.py"
+
+
+def test_emit_replaces_nothing_that_is_read(autopipe: Shell, four: str) -> None:
+    """Bug: with `--force` the model file was gone, or the folder with all that is in it; or a link
+    to the model file, which the plan names."""
     autopipe("plan", "net.py", "--cluster", four)
-    said = autopipe("emit", "plan.json", "-o", output, "--force")
-    assert said.error.startswith(sentence.format(autopipe.folder / "net.py"))
-    assert autopipe.files() == ["net.py", "plan.json"]
+    (autopipe.folder / "far").mkdir()
+    (autopipe.folder / "far" / "link.py").symlink_to("../net.py")
+    replaced = "-o {0}: the folder is replaced whole, and {1} is in it"
+    for output, model, sentence in (
+        ("net.py", "net.py", "-o net.py: expected a folder, found a file"),
+        (".", "net.py", replaced.format(".", "net.py")),
+        ("far", "far/link.py", replaced.format("far", "far/link.py")),
+        ("far", "hf:far", replaced.format("far", "far")),
+    ):
+        said = autopipe("emit", "plan.json", "-o", output, "--force", "--model", model)
+        assert said.error.startswith(sentence)
+    assert autopipe.files() == ["far", "net.py", "plan.json"]
 
 
 @pytest.mark.parametrize(

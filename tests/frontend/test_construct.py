@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopipe.errors import ModelError
 from autopipe.frontend.construct import build_fake, fake_copy, on_cpu
@@ -237,12 +237,17 @@ def test_where_a_part_reads_its_weights_one_part_is_real_at_a_time() -> None:
     assert "test_construct.py" in line and "`assert torch.isfinite(self.weight).all()`" in line
 
 
-def test_where_a_weight_is_in_memory_needs_real_weights() -> None:
+@pytest.mark.parametrize(
+    "place",
+    [Tensor.data_ptr, lambda w: w.untyped_storage().data_ptr(), lambda w: w.storage().data_ptr()],
+)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_where_a_weight_is_in_memory_needs_real_weights(place: Callable[[Tensor], int]) -> None:
     """Bug: fake ones are at 0, all of them, and a model took its matrices for tied."""
 
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model.tied = model[0].weight.data_ptr() == model[1].weight.data_ptr()  # type: ignore[assignment]
+        model.tied = place(model[0].weight) == place(model[1].weight)  # type: ignore[assignment]
         return model
 
     assert build_fake(build).tied is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -231,6 +232,8 @@ def test_a_plan_is_known_by_its_name_or_by_how_it_begins(tmp_path: Path) -> None
         (tmp_path / name).write_text(text)
         assert names_plan(str(tmp_path / name)) is (name == "a.plan")
     assert names_plan("gone.json") and not names_plan("gone") and not names_plan(str(tmp_path))
+    os.mkfifo(tmp_path / "pipe")  # a schedule may come through one: what is read of it is gone
+    assert not names_plan(str(tmp_path / "pipe"))
 
 
 def test_the_example_agrees_with_itself() -> None:
