@@ -97,7 +97,8 @@ def _matmul(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     have a result each. Of experts, [t, k] x [experts, k, n], each token is multiplied by one.
     """
     results = sum((_elements(spec) for spec in node.outputs if spec), sympy.Integer(0))
-    return 2 * results * operands[0].shape[-1]
+    scaled = not all(spec.shape for spec in operands[:2])  # inner may have a scalar
+    return results if scaled else 2 * results * operands[0].shape[-1]
 
 
 @rule("addmm", "baddbmm", "addbmm", "addmv")
@@ -158,7 +159,7 @@ def _recurrent(node: Node, operands: Specs, made: TensorSpec) -> Dim:
 @rule("einsum")
 def _einsum(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     """A multiplication and an addition per combination of the letters of two operands, which are
-    multiplied in their order or that of `path`; a single operand is not multiplied."""
+    multiplied in their order or that of `path`; none where no letter is summed."""
     given, arrow, result = str(node.args[0]).replace(" ", "").replace("...", ".").partition("->")
     sizes: dict[str, Dim] = {}
     terms: list[set[str]] = []
@@ -176,8 +177,9 @@ def _einsum(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     while len(terms) > 1:
         first, second = sorted(next(pairs))
         both = terms.pop(second) | terms.pop(first)
-        flops += 2 * sympy.prod(sizes[name] for name in both)
-        terms.insert(len(terms) if path else 0, both & kept.union(*terms))
+        left = both & kept.union(*terms)
+        flops += 2 * sympy.prod(sizes[name] for name in both) if left < both else 0
+        terms.insert(len(terms) if path else 0, left)
     return flops
 
 
@@ -203,7 +205,7 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
     """(m, k, n) of the matmul that an op is; batches of them aside."""
     shapes = [spec.shape for spec in operands]
     match op:
-        case "linear" | "columns" | "inner" if len(shapes[1]) > 1:
+        case "linear" | "columns" | "inner" if len(shapes[1]) > 1 and shapes[0]:
             *rows, k = shapes[0]
             return sympy.sympify(sympy.prod(rows)), k, made.shape[-1]
         case "vocabulary_loss":
@@ -228,9 +230,8 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
 
 def _kernel(node: Node) -> str:
     """The key of a node's measured rate; attention has three, by how it can be fused."""
-    op = node.short
-    if op != "scaled_dot_product_attention":
-        return LIKE.get(op, op)
+    if node.short != "scaled_dot_product_attention":
+        return LIKE.get(node.short, node.short)
     given = arguments(node)
     if given["dropout_p"]:
         return DROPOUT_ATTENTION

@@ -11,6 +11,7 @@ notebook that runs again. Numbers and texts around it are in its op's text (`hel
 from __future__ import annotations
 
 import inspect
+from types import CodeType
 from typing import Any
 
 from autopipe.opaque.held_numbers import around
@@ -30,7 +31,7 @@ def _same(value: Any, other: Any, within: tuple[Any, ...]) -> bool:
     Args:
         within: the functions whose code reads `value`, which may be one of them.
     """
-    if type(value) is not type(other):
+    if _name(type(value)) != _name(type(other)):
         return False
     if inspect.isbuiltin(value):
         return value is other
@@ -38,7 +39,19 @@ def _same(value: Any, other: Any, within: tuple[Any, ...]) -> bool:
         return True
     mine, others = around(value), around(other)
     return (
-        value.__code__ == other.__code__
+        _steps(value.__code__) == _steps(other.__code__)
         and mine.keys() == others.keys()
         and all(_same(mine[name], others[name], (*within, value)) for name in mine)
     )
+
+
+def _name(kind: type) -> tuple[str, str]:
+    """What stays of a class that is made again."""
+    return kind.__module__, kind.__qualname__
+
+
+def _steps(code: CodeType) -> tuple[object, ...]:
+    """What code does: all of it but where it stands, which may be another line now."""
+    constants = [_steps(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    return code.co_code, *constants, *names, code.co_flags, code.co_argcount

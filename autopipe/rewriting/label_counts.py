@@ -163,8 +163,8 @@ def leaving_out(leaves: Mapping[str, Any], read: Collection[str]) -> list[dict[s
     An example batch may count all its labels, and then does not show what a loss leaves out. In
     each variant a random part of the labels becomes a number that often means "no label" (0, -1,
     -100; of floats nan), and a mask of equal entries gets some of the other value. They are odd in
-    number, and fewer than half of all: no two halves of the batch leave out equally many, and none
-    leaves out every one.
+    number, and fewer than half of all: no two halves of the batch leave out equally many, and of
+    several places none leaves out every one.
 
     Args:
         leaves: the batch by path.

@@ -5,6 +5,7 @@ Wrong arguments are refused here, before anything is traced.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -298,11 +299,13 @@ def check_host(offload: str | Sequence[str] | None, cluster: Cluster | LocalSpec
 
 
 def _bytes(memory: float | str) -> int:
-    """Bytes from a number or text: 24GiB, 24GB, 512MiB, 24e9, 1000000, 640 bytes.
+    """Bytes from a finite number, or from text: 24GiB, 24GB, 512MiB, 1000000, 640 bytes.
 
     Raises:
-        AutopipeError: the text is no size.
+        AutopipeError: it is no size.
     """
+    if isinstance(memory, float) and not math.isfinite(memory):
+        raise AutopipeError(f"memory {memory!r} is no size", hint="24GiB, 512MB or bytes")
     size = _parsed(memory) if isinstance(memory, str) else round(memory)
     if size < 1:
         raise AutopipeError(f"memory {memory!r} is {size} bytes, expected at least 1")

@@ -162,7 +162,7 @@ def plan(
     schedule, programs = arguments.schedule_of(schedule, chunks, depth)
     if programs:
         pp, micro_batches = arguments.as_written(programs, pp, micro_batches)
-    ranks_of_stages = arguments.turns_of(turns)
+    ranks_of_stages, parts = arguments.turns_of(turns), loss_parts_of(loss_parts)
     constraints = Constraints(
         pp=pp,
         dp=dp,
@@ -205,7 +205,7 @@ def plan(
         planner=planner,
         sequence_parallel=sequence_parallel,
         loss_over=loss_over,
-        loss_parts=loss_parts_of(loss_parts),
+        loss_parts=parts,
         lengths=arguments.lengths_of(inputs, lengths),
         source=source,
     )

@@ -188,10 +188,16 @@ def place_of(
 
 def _tied(problem: Problem, config: Config, own: range) -> Levels:
     """`StagePlace.tied`, of a stage on these groups."""
-    end = _last_group(problem, config)
-    if end is None or end in own:
+    end, machine = _last_group(problem, config), problem.machine
+    if end is None:
         return ()
-    return _joined(problem.machine, config.dp, (*own, end), config.scatters)
+    if end in own:
+        shared = chunks_of(problem.constraints, config.schedule, config.chunks) > 1
+        if machine.alike or config.pp == 1 or shared:
+            return ()  # it is the last stage, or its devices have that too
+        # Of unlike devices any group may have the last stage: it is another one.
+        end = next(g for g in range(len(machine.groups(config.dp))) if g not in own)
+    return _joined(machine, config.dp, (*own, end), config.scatters)
 
 
 @lru_cache(maxsize=1024)

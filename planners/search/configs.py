@@ -241,7 +241,9 @@ def _check_turns(problem: Problem) -> None:
         raise InfeasibleError(
             f"{turns}, and micro_batch_size={size} of a batch of {problem.batch} rows: each rank "
             "that takes turns at a stage needs a micro-batch",
-            hint=f"micro_batch_size of at most {most}",
+            hint=f"micro_batch_size of at most {most}"
+            if most
+            else f"a batch of at least {max(asked.turns)} rows",
         )
 
 

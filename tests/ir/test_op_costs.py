@@ -131,6 +131,12 @@ def test_a_linear_layer_by_a_vector_is_a_dot_product_for_each_row():
     assert counted(trace_model(model, model.inputs).graph)[0] == 2 * 3 * 7 * 4
 
 
+def test_an_inner_product_with_a_scalar_scales():
+    """Bug: a scalar has no last dim."""
+    model = One(lambda x, w: torch.inner(w, x), [()], (4,))
+    assert counted(trace_model(model, model.inputs).graph)[0] == 3 * 4
+
+
 def test_a_linear_layer_of_no_inputs_adds_its_bias():
     """Bug: [b, 0] has 0 / 0 rows: seconds were nan, and so were those of every plan. A model has
     such a layer where a data set has none of its optional features."""

@@ -518,3 +518,28 @@ def test_one_of_another_model_that_has_its_name_but_not_its_code_is_no_op():
     for other in (torch.cos, lambda x: x.sin()):
         with as_ops(), pytest.raises(Uncaptured, match="Bent, .* is one of two of that name"):
             bent(other).apply(x)
+
+
+BENT = """
+import torch
+class Config:
+    name = "sin"
+def bent(config):
+    class Bent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return getattr(x, config.name)()
+        @staticmethod
+        def backward(ctx, gradient): return gradient
+    return Bent
+Bent = bent(Config())
+"""
+
+
+def test_one_of_a_notebook_s_cell_that_runs_again_stays_an_op():
+    """Other lines stand above it by then, and the classes that it reads are made again."""
+    x = torch.ones(2)
+    for above in ("", "\n"):
+        cell = {"__name__": "cell"}
+        exec(above + BENT, cell)
+        with as_ops():
+            assert torch.equal(cell["Bent"].apply(x), x.sin())

@@ -1,5 +1,6 @@
 """How `plan` reads its arguments, and which values it refuses."""
 
+import math
 from collections.abc import Iterable
 
 import pytest
@@ -29,6 +30,12 @@ from tests.support.optimizers import Lamb, Langevin, Together
 )
 def test_sizes(text: float | str, bytes: int) -> None:
     assert limits_of(text, machine(2)) == (bytes, bytes)
+
+
+@pytest.mark.parametrize("size", [math.inf, math.nan])
+def test_what_is_no_size(size: float) -> None:
+    with pytest.raises(AutopipeError, match=f"memory {size} is no size"):
+        limits_of(size, machine(2))
 
 
 def test_numbers_are_whole_and_of_at_least_one() -> None:

@@ -37,7 +37,7 @@ from autopipe.planners.model.step_formula import (
 from autopipe.schedules.instructions import Kind, holders
 from autopipe.schedules.registry import SCHEDULES, make
 from autopipe.schedules.simulate import Costs, simulate
-from tests.support.problems import machine, rich_problem
+from tests.support.problems import line, machine, rich_problem
 from tests.support.two_stages import FOUR_REPLICAS, LINK, PROBLEM, PROFILE, TWO_STAGES, UNTIED
 
 TWO = Decision(TWO_STAGES, (1,))
@@ -89,6 +89,18 @@ def test_two_stages_by_hand() -> None:
     assert (first.period, second.period) == (3, 20.5)
     assert found.step_seconds == 3 + 20.5 + 3 * 20.5 + TIED
     assert (found.fits, found.worst, found.limit, found.overflow) == (True, (1,), 1000, 0)
+
+
+def test_tied_gradients_take_as_long_whichever_of_unlike_devices_comes_first() -> None:
+    """Bug: the first stage on the last device was taken for the last stage, which sums nothing."""
+    problem = line((1.0, 1.0, 1.0), kinds=(0, 1), link=Link(0.0, 100.0))
+    problem = replace(problem, parameters=(Shared(300, (0, 2)), Shared(100, (1,))))
+    config = Config(2, 1, 4, 0, "1f1b")
+    one, other = (
+        estimate(problem, Decision(config, (1,), groups=groups)).spent["reducing gradients"]
+        for groups in ((0, 1), (1, 0))
+    )
+    assert one == other > 0
 
 
 def test_where_the_seconds_of_a_step_go() -> None:
