@@ -109,10 +109,8 @@ def test_an_op_a_thousand_times_slower_is_rough_and_the_rest_is_not_late(
     assert found["tanh"].values[1] > 1e6
 
 
-@pytest.mark.parametrize(
-    ("story", "code"),
-    [pytest.param(DIES, "1: no such thing", marks=pytest.mark.long), (KILLED, "-9")],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("story", "code"), [(DIES, "1: no such thing"), (KILLED, "-9")])
 def test_what_ends_the_processes_is_left_out(
     story: str, code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
