@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,13 +33,12 @@ def pick_rows(
     specs: Sequence[InputSpec], leaves: Mapping[str, Leaf], numbers: Sequence[int]
 ) -> dict[str, Leaf]:
     """Rows of these numbers, in this order; other leaves unchanged."""
-    rows = [slice_rows(specs, leaves, number, number + 1) for number in numbers]
-    return {
-        spec.path: torch.cat([row[spec.path] for row in rows], spec.batch_dim)  # type: ignore[misc]
-        if spec.batch_dim is not None
-        else leaves[spec.path]
-        for spec in specs
-    }
+    rows, picked = [slice_rows(specs, leaves, n, n + 1) for n in numbers], dict(leaves)
+    for spec in specs:
+        if spec.batch_dim is not None:
+            parts = [cast(Tensor, row[spec.path]) for row in rows]
+            picked[spec.path] = torch.cat(parts, spec.batch_dim)
+    return picked
 
 
 def two_rows(example: Any, specs: Sequence[InputSpec]) -> Any:

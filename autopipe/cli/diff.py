@@ -40,11 +40,10 @@ def diff(
     found = compare(first, second)
     if json:
         console.show({"same_training": found.same_training, **_data(found)})
+    elif found.none:
+        print(f"{plan} and {other} are the same plan{_apart(first, second)}")
     else:
-        columns = paper.width()
-        if found.none:
-            print(f"{plan} and {other} are the same plan{_apart(first, second)}")
-        for line in _lines(found, plan, other, columns):
+        for line in _lines(found, plan, other, paper.width()):
             print(line)
     if not found.none:
         raise typer.Exit(1)
@@ -70,8 +69,6 @@ _FOR_PEOPLE = ("label", "shown")
 
 
 def _lines(found: Difference, first: Path, second: Path, columns: int) -> Iterator[str]:
-    if found.none:
-        return
     names = (f"in {first}", f"in {second}")
     if found.same_training:
         yield "They train the same thing; gradients may differ by the order of sums."

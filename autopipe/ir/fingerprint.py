@@ -73,7 +73,7 @@ def _lines(graph: Graph) -> Iterator[list[Token]]:
     for path, spec in graph.inputs.items():
         yield [f"<{path}> ", *_spec(spec)]
     for name, state in sorted(graph.states.items()):
-        value = [_digest(graph.constants[name])] if name in graph.constants else []
+        value = [digest_of(graph.constants[name])] if name in graph.constants else []
         master = [str(state.master)] if state.master is not None else []
         yield [f"[{name}] {state.kind} {state.trainable} ", *_spec(state.spec), *master, *value]
     for node in graph.nodes:
@@ -89,7 +89,7 @@ def _lines(graph: Graph) -> Iterator[list[Token]]:
     yield ["return ", *_tokens(graph.outputs)]
 
 
-def _digest(constant: torch.Tensor) -> str:
+def digest_of(constant: torch.Tensor) -> str:
     """A hash of the values of a constant: they matter as much as an op's arguments."""
     raw = constant.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(raw.numpy().tobytes()).hexdigest()

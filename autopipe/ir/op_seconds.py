@@ -286,8 +286,8 @@ def _share(dims: tuple[Dim, ...], half: float) -> Dim:
 
 def _rate(device: Device, dtype: torch.dtype, cost: NodeCost) -> float:
     """Without a matmul the rate hardly matters: fp32's rate is used for any dtype."""
-    name, multiplies = rate_name(dtype), bool(cost.dims) or cost.model_flops != 0
-    if name not in device.flops and not multiplies:
+    name = rate_name(dtype)
+    if name not in device.flops and not multiplies(cost):
         name = "fp32" if "fp32" in device.flops else next(iter(device.flops))
     if name not in device.flops:
         raise AutopipeError(
@@ -296,7 +296,12 @@ def _rate(device: Device, dtype: torch.dtype, cost: NodeCost) -> float:
             hint=f"add {name!r} to the device's flops in the cluster file",
         )
     # A product of complex numbers is four of real ones.
-    return device.flops[name] / (4 if dtype.is_complex and multiplies else 1)
+    return device.flops[name] / (4 if dtype.is_complex and multiplies(cost) else 1)
+
+
+def multiplies(cost: NodeCost) -> bool:
+    """Whether an op is a product: its seconds are by the rate of its dtype."""
+    return bool(cost.dims) or cost.model_flops != 0
 
 
 def _evaluate(formulas: Sequence[Dim], rows: int) -> NDArray[np.float64]:

@@ -19,7 +19,6 @@ import codecs
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -123,14 +122,12 @@ class Plan:
     @property
     def edited(self) -> tuple[str, ...]:
         """Paths of the parts that were changed by hand: the prediction is of the plan before."""
-        if not self.made:
-            return ()
-        known = [_marks(self, _LATER[:number]) for number in range(1, len(_LATER) + 1)]
+        texts = _texts(self) if self.made else {}
         # A part that this version's planner marks and an older one's did not is left alone.
         return tuple(
             path
-            for path, mark in known[-1].items()
-            if self.made.get(path, mark) not in {marks[path] for marks in known}
+            for path, text in texts.items()
+            if path in self.made and self.made[path] not in _marks(text)
         )
 
     @property
@@ -225,7 +222,7 @@ class Plan:
 
 def signed(plan: Plan) -> Plan:
     """The plan with its marks (`made`), by which later changes by hand are found."""
-    return replace(plan, made=_marks(plan))
+    return replace(plan, made={path: _marks(text)[-1] for path, text in _texts(plan).items()})
 
 
 def on_edits(plan: Plan) -> str | None:
@@ -239,11 +236,12 @@ def on_edits(plan: Plan) -> str | None:
 
 
 _LATER = (', "part_of": null', ', "tied": 0', ', "hop": 0.0')
-"""Fields that older planners did not write: with them their plans would seem to be changed."""
+"""Fields that older planners did not write, as marks came to leave them out, one after the other:
+with them their plans would seem to be changed."""
 
 
-def _marks(plan: Plan, without: Sequence[str] = _LATER) -> dict[str, str]:
-    """A short hash of each part that the prediction depends on, and of the prediction, by path."""
+def _texts(plan: Plan) -> dict[str, str]:
+    """Each part that the prediction depends on, and the prediction, as JSON by path."""
     data: Any = codec.to_json(plan)
     parts: dict[str, Any] = {
         f"{name}.{of}": data[name][of] for name in ("batch", "prediction") for of in data[name]
@@ -255,12 +253,15 @@ def _marks(plan: Plan, without: Sequence[str] = _LATER) -> dict[str, str]:
     for name in ("boundaries", "stages"):
         for of in data[name][0] if data[name] else ():
             parts[f"{name}[].{of}"] = [entry[of] for entry in data[name]]
-    marks = {}
-    for path, part in parts.items():
-        text = json.dumps(part)
-        for field_left_out in without:
-            text = text.replace(field_left_out, "")
-        marks[path] = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return {path: json.dumps(part) for path, part in parts.items()}
+
+
+def _marks(text: str) -> list[str]:
+    """Short hashes of a text: of how planners of other ages wrote it, today's last."""
+    marks = []
+    for later in _LATER:
+        text = text.replace(later, "")
+        marks.append(hashlib.blake2b(text.encode(), digest_size=4).hexdigest())
     return marks
 
 

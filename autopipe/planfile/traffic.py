@@ -132,8 +132,9 @@ def _sums(plan: Plan, where: Sequence[int]) -> _Sums:
             continue
         size = stage.predicted.memory.gradients * (mesh.dp if plan.scatters else 1)
         together, tied = predict.summed_together(plan, index), stage.predicted.tied
-        gradients += (size if not together or min(together) in entries else size - tied) * mesh.tp
-        if together and min(together) in entries:
+        first = not together or min(together) in entries
+        gradients += (size if first else size - tied) * mesh.tp
+        if together and first:
             crossing += _of_tied(plan, where, sorted({placed[other] for other in together}), tied)
         size -= 0 if plan.scatters else tied
         rounds = 1 + (plan.gathered_share if plan.zero else 1.0)

@@ -68,7 +68,7 @@ def folder(path: Path) -> Iterator[Path]:
         AutopipeError: it cannot be written; no temporary folder is left, and an earlier folder at
             `path` is unchanged.
     """
-    path = path.resolve()
+    path = _behind(path)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     old = beside.with_suffix(".old")
     try:
@@ -162,7 +162,7 @@ def check_new_folder(path: Path, option: str) -> None:
         raise AutopipeError(
             f"{option} {path}: expected a folder, found a file", hint="name another one"
         )
-    above = path.resolve()
+    above = _behind(path)
     _check_no_file(above, path)
     _try(next(folder for folder in (above, *above.parents) if folder.exists()), path)
 

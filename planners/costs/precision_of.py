@@ -25,19 +25,15 @@ def need(graph: Graph, precision: str) -> Need:
     formulas = op_costs.costs(graph)
     names = [op_seconds.rate_name(dtype) for dtype in computed_in(graph, formulas, precision)]
     pairs = [*zip(formulas, names, strict=True)]
-    dtypes = {dtype for formula, dtype in pairs if _multiplies(formula)}
+    dtypes = {dtype for formula, dtype in pairs if op_seconds.multiplies(formula)}
     kernels = {kernel_in(formula.kernel, dtype) for formula, dtype in pairs}
     return Need(tuple(sorted(dtypes)), tuple(sorted(kernels & {*KERNELS})))
 
 
 def products(graph: Graph) -> tuple[str, ...]:
     """The dtypes of the model's own matrix products, as a plan has them."""
-    products = filter(_multiplies, op_costs.costs(graph))
+    products = filter(op_seconds.multiplies, op_costs.costs(graph))
     return tuple(sorted({op_seconds.rate_name(formula.dtype) for formula in products})) or ("fp32",)
-
-
-def _multiplies(formula: op_costs.NodeCost) -> bool:
-    return bool(formula.dims) or formula.model_flops != 0
 
 
 def computed_in(

@@ -247,7 +247,7 @@ def test_where_a_weight_is_in_memory_needs_real_weights(place: Callable[[Tensor]
 
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model.tied = place(model[0].weight) == place(model[1].weight)  # type: ignore[assignment]
+        model.tied = place(model[0].weight) == place(model[1].weight)  # type: ignore[assignment]  # no module
         return model
 
     assert build_fake(build).tied is False

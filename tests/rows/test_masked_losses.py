@@ -110,7 +110,9 @@ def test_lengths_of_an_example_may_be_equal():
         there = torch.arange(WIDTH) < batch["length"][:, None]
         return (outputs.square() * there).sum() / (batch["length"].max() * len(outputs))
 
-    equal = lambda rows: inputs(rows) | {"length": torch.full((rows,), WIDTH)}  # noqa: E731
+    def equal(rows):
+        return inputs(rows) | {"length": torch.full((rows,), WIDTH)}
+
     with pytest.raises(ModelError, match="and a batch of lower numbers"):
         checked(padded, inputs=equal)
 

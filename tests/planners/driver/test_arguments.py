@@ -44,7 +44,11 @@ def test_numbers_are_whole_and_of_at_least_one() -> None:
     for asked, rows, sentence in (
         (Constraints(), 0, "batch_size=0 was asked for, expected a whole number of at least 1"),
         (Constraints(window=0), 8, "window=0 was asked for, expected a whole number of at least 1"),
-        (Constraints(pp=2.0), 8, "pp=2.0 was asked for, expected a whole number of at least 1"),  # type: ignore[arg-type]
+        (
+            Constraints(pp=2.0),  # type: ignore[arg-type]  # as a script may, untyped
+            8,
+            "pp=2.0 was asked for, expected a whole number of at least 1",
+        ),
         (Constraints(depth=-1), 8, "depth=-1 was asked for, expected a whole number of at least 0"),
     ):
         with pytest.raises(AutopipeError) as refused:

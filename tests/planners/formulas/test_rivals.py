@@ -61,6 +61,7 @@ def test_each_is_searched_for_its_own_devices(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(rivals, "job_of", lambda *asked: None)
     monkeypatch.setattr(rivals, "candidate_at", lambda *asked: Searching(problem))
     monkeypatch.setattr(rivals, "plan_that_fits", written)
+    # The file and the trace are for the search, which is replaced.
     found = rivals.rivals(example_plan(), None, None, 4, lambda line: None)  # type: ignore[arg-type]
     assert [plan.planner.binding for plan in found] == [
         "pp=1 dp=2",

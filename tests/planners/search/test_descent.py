@@ -18,6 +18,7 @@ def ranges(**seconds: dict[tuple[int, int], float]) -> RangeCosts:
     for name, of in seconds.items():
         for taken, amount in of.items():
             arrays[name][taken] = amount
+    # The sets of recomputed blocks are not read where nothing runs again.
     return RangeCosts(**arrays, recomputed=np.zeros((4, 4), np.int64), sets=None)  # type: ignore[arg-type]
 
 
